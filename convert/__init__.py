@@ -1,0 +1,1 @@
+"""PyTorch checkpoints of OpenELM to MLX folders."""

@@ -1,0 +1,118 @@
+"""Which backend, which dtype, how much memory: the one place that asks.
+
+`preload` is this package's single import-time act: MLX's Linux CPU wheel links an unoptimised reference BLAS, and an
+OpenBLAS loaded into the process first takes its place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+BLAS_VARIABLE = "OPENELM_BLAS"
+BLAS_CHOICES = ("auto", "preload", "none")
+_OPENBLAS = "libopenblas.so.0"
+
+_blas = "MLX's own"
+
+
+def preload() -> None:
+    """Load the system's OpenBLAS before ``mlx.core``, so that MLX's CPU backend uses it. Linux only; never fails.
+
+    ``OPENELM_BLAS=auto`` (default) loads it when it is there, ``preload`` warns when it is not, ``none`` leaves MLX
+    alone. A BLAS loaded after ``mlx.core`` has no effect; :func:`blas` then says so.
+    """
+    global _blas
+    choice = os.environ.get(BLAS_VARIABLE, "auto")
+    if choice not in BLAS_CHOICES:
+        print(f"{BLAS_VARIABLE}={choice}: expected {', '.join(BLAS_CHOICES)}; using auto", file=sys.stderr)
+        choice = "auto"
+    if sys.platform != "linux" or choice == "none":
+        return
+    if "mlx.core" in sys.modules:
+        _blas = "MLX's own, slow (mlx was imported before openelm_mlx, too late to load OpenBLAS)"
+        return
+    try:
+        ctypes.CDLL(_OPENBLAS, ctypes.RTLD_GLOBAL)
+        _blas = f"OpenBLAS ({_OPENBLAS}, loaded before mlx)"
+    except OSError:
+        _blas = f"MLX's own, slow (no {_OPENBLAS}; on Debian: apt-get install libopenblas0-pthread)"
+        if choice == "preload":
+            print(f"{BLAS_VARIABLE}=preload: {_OPENBLAS} cannot be loaded; using MLX's own BLAS", file=sys.stderr)
+
+
+def blas() -> str:
+    """One line on the BLAS behind MLX's CPU backend."""
+    return _blas
+
+
+def backend() -> str:
+    """``metal``, ``cuda`` or ``cpu``: where MLX computes by default."""
+    import mlx.core as mx
+
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def compute_dtype(stored: mx.Dtype) -> mx.Dtype:
+    """The dtype to compute in for weights stored in `stored`.
+
+    float32 on a CPU, where MLX has no fast 16-bit matrix product; the stored one elsewhere.
+    """
+    import mlx.core as mx
+
+    return mx.float32 if backend() == "cpu" else stored
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes a model may take, and where the figure comes from."""
+
+    available: int
+    source: str
+
+
+def memory() -> Memory | None:
+    """Memory a model can be loaded into; None where nothing tells."""
+    if backend() != "cpu":
+        import mlx.core as mx
+
+        limit = mx.device_info().get("max_recommended_working_set_size") or mx.device_info().get("memory_size")
+        return Memory(int(limit), "the GPU's recommended working set") if limit else None
+    figures = [f for f in (_meminfo_available(), _cgroup_available()) if f]
+    return min(figures, key=lambda m: m.available) if figures else _physical()
+
+
+def _meminfo_available() -> Memory | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return Memory(int(line.split()[1]) * 1024, "memory available now")
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _cgroup_available() -> Memory | None:
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+        return None if limit == "max" else Memory(max(int(limit) - used, 0), "this container's memory limit")
+    except (OSError, ValueError):
+        return None
+
+
+def _physical() -> Memory | None:
+    try:
+        return Memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "physical memory")
+    except (OSError, ValueError):
+        return None
