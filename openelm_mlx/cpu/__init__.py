@@ -1,0 +1,35 @@
+"""What MLX's CPU backend needs to be usable, swapped in after loading."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from openelm_mlx.quantize import dequantized
+
+_PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+
+
+def float32_bytes(model: nn.Module) -> int:
+    """Bytes of the packed layers' weights once they are float32."""
+    return sum(m.weight.size * 32 // m.bits * 4 for m in model.modules() if isinstance(m, _PACKED))
+
+
+def unpack(model: nn.Module) -> None:
+    """Replace packed layers by float32 ones of the same values, in place, one at a time.
+
+    MLX's packed matrix product is hundreds of times slower on a CPU than a float32 one through a good BLAS.
+    """
+    for path, layer in model.named_modules():
+        if isinstance(layer, _PACKED):
+            plain = dequantized(layer, mx.float32)
+            mx.eval(plain.parameters())
+            _replace(model, path, plain)
+
+
+def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
+    parent: object = model
+    *parents, last = path.split(".")
+    for name in parents:
+        parent = parent[int(name)] if isinstance(parent, list) else getattr(parent, name)
+    setattr(parent, last, layer)

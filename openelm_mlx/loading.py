@@ -1,0 +1,177 @@
+"""From a name or a folder to a model that is ready to run."""
+
+from __future__ import annotations
+
+import warnings
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from openelm_mlx import cpu, device
+from openelm_mlx.checkpoint import PROVENANCE, check_names, open_weights, read_json
+from openelm_mlx.config import OpenELMConfig
+from openelm_mlx.dtypes import parse_dtype
+from openelm_mlx.errors import CheckpointError, OpenELMError
+from openelm_mlx.model import OpenELM
+from openelm_mlx.quantize import apply_config
+
+if TYPE_CHECKING:
+    from openelm_mlx.rawtensor import RawTensor
+    from openelm_mlx.tokenizer import Tokenizer
+
+FLOAT16_LIMIT = 3072
+"""Model width from which activations leave float16's range (the 3B's do: it then writes ``<unk>`` and nothing else)."""
+
+
+class TooLargeError(OpenELMError):
+    """A model does not fit into this machine's memory."""
+
+
+def load(
+    name_or_path: str | Path, *, dtype: str | mx.Dtype | None = None, revision: str | None = None
+) -> tuple[OpenELM, Tokenizer | None]:
+    """Load a model folder, or a Hugging Face repository by name, and its tokenizer.
+
+    Converted folders (this project's, mlx-lm's) and unconverted Hugging Face ones load alike.
+
+    Args:
+        name_or_path: a folder, or a Hub name such as ``mlx-community/OpenELM-270M-Instruct``.
+        dtype: what to compute in: ``bfloat16``, ``float16`` or ``float32``. By default what is stored, except that an
+            unconverted checkpoint is cast to bfloat16, and that a CPU computes in float32.
+        revision: branch, tag or commit of a Hub repository.
+
+    Returns:
+        The model and its tokenizer; None instead of the tokenizer when the folder has none.
+
+    Raises:
+        OpenELMError: the folder, its config, weights or tokenizer cannot be used; the message says which and why.
+    """
+    from openelm_mlx import hub
+    from openelm_mlx.tokenizer import Tokenizer
+
+    folder = hub.resolve(name_or_path, revision=revision)
+    return load_model(folder, dtype=dtype), Tokenizer.from_folder(folder)
+
+
+def load_model(folder: Path, *, dtype: str | mx.Dtype | None = None) -> OpenELM:
+    """Load the model of a local folder; see :func:`load`."""
+    values = read_model_config(folder)
+    config = OpenELMConfig.from_dict(values)
+    wanted = None if dtype is None else parse_dtype(dtype)
+    if wanted is not None and wanted == mx.float16:
+        check_float16(config, "computing")
+    tensors = open_weights(folder)
+    model = build(config, values.get("quantization"), tensors, folder)
+    converted = PROVENANCE in values or "quantization" in values
+    target = wanted or device.compute_dtype(_stored_dtype(tensors) if converted else mx.bfloat16)
+    unpack = device.backend() == "cpu" and target == mx.float32 and _room_to_unpack(model, tensors)
+    # Arrays of safetensors files are lazy; nothing is read before the casts below evaluate them, one at a time.
+    model.load_weights(list(_arrays(folder, tensors).items()))
+    if unpack:
+        cpu.unpack(model)
+    cast(model, target)
+    model.eval()
+    return model
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder; an error that helps when the path is something else."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: is a file, not a model folder; convert it first: openelm convert {folder} --out DIR"
+        )
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder}: no config.json, so no model folder")
+    return read_json(folder / "config.json")
+
+
+def build(
+    config: OpenELMConfig, quantization: dict[str, Any] | None, tensors: dict[str, RawTensor], where: Path
+) -> OpenELM:
+    """The model for a checkpoint, not yet filled; its tensors' names and shapes are checked."""
+    model = OpenELM(config)
+    if quantization:
+        apply_config(model, quantization, tensors.keys())
+    check_names(where, {n: t.shape for n, t in tensors.items()}, parameter_shapes(model))
+    return model
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Every parameter's name and shape, in the model's order."""
+    flat: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
+    return {name: tuple(p.shape) for name, p in flat}
+
+
+def check_float16(config: OpenELMConfig, doing: str) -> None:
+    """Refuse float16 for the 3B, and warn about it elsewhere."""
+    if config.model_dim >= FLOAT16_LIMIT:
+        raise OpenELMError(
+            f"float16: {doing} a model of width {config.model_dim} (OpenELM-3B) in float16 overflows: its activations "
+            "exceed 65504 and the output is <unk> only. Use bf16, which has float32's range"
+        )
+    warnings.warn(
+        f"float16: OpenELM was trained in bfloat16, whose range float16 lacks; prefer bf16 for {doing}", stacklevel=3
+    )
+
+
+def cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Bring every floating parameter to `dtype`, in place, one at a time: never two copies of the whole model."""
+    for layer in model.modules():
+        for name, value in layer.items():
+            if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
+                layer[name] = value.astype(dtype)
+            if isinstance(value, mx.array):
+                mx.eval(layer[name])
+
+
+def memory_needed(folder: Path) -> int:
+    """Bytes a model folder's weights take when loaded here, and a window of KV cache."""
+    config = OpenELMConfig.from_dict(read_model_config(folder))
+    tensors = open_weights(folder)
+    if device.backend() == "cpu":
+        weights = sum(t.nbytes if t.dtype == "U32" else prod(t.shape) * 4 for t in tensors.values())
+    else:
+        weights = sum(t.nbytes for t in tensors.values())
+    item = 4 if device.backend() == "cpu" else 2
+    return weights + kv_bytes_per_token(config, item) * config.max_context_length
+
+
+def kv_bytes_per_token(config: OpenELMConfig, item_bytes: int) -> int:
+    """Bytes of keys and values that one position takes over all layers."""
+    return 2 * sum(config.num_kv_heads) * config.head_dim * item_bytes
+
+
+def require_memory(folder: Path) -> None:
+    """Refuse a model that will not fit, before loading it, with both figures."""
+    memory, needed = device.memory(), memory_needed(folder)
+    if memory and needed > memory.available:
+        raise TooLargeError(
+            f"{folder}: needs {needed / 1e9:.2f} GB to run, and there are {memory.available / 1e9:.2f} GB "
+            f"({memory.source}); use a smaller precision (openelm convert --precision 4bit), or --force to try"
+        )
+
+
+def _stored_dtype(tensors: dict[str, RawTensor]) -> mx.Dtype:
+    by_name = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+    floats = [t for t in tensors.values() if t.dtype in by_name]
+    return by_name[max(floats, key=lambda t: t.nbytes).dtype] if floats else mx.bfloat16
+
+
+def _room_to_unpack(model: OpenELM, tensors: dict[str, RawTensor]) -> bool:
+    memory = device.memory()
+    return memory is None or cpu.float32_bytes(model) + sum(t.nbytes for t in tensors.values()) < memory.available
+
+
+def _arrays(folder: Path, tensors: dict[str, RawTensor]) -> dict[str, mx.array]:
+    arrays: dict[str, mx.array] = {}
+    for path in sorted({t.path for t in tensors.values()}):
+        own = {n: t for n, t in tensors.items() if t.path == path}
+        if path.suffix == ".safetensors":
+            arrays |= dict(mx.load(str(path)))  # type: ignore[arg-type]  # a dict for this format
+        else:
+            arrays |= {n: t.read() for n, t in own.items()}
+    return arrays

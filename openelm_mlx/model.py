@@ -1,0 +1,165 @@
+"""The OpenELM decoder. The only place that knows the architecture.
+
+Follows CoreNet's ``general_gpt.py`` (Apple): pre-norm decoder layers whose number of heads and feed-forward width
+differ from layer to layer. Parameter names are Hugging Face's. `H` and `H_kv` are a layer's query and key-value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from openelm_mlx.cache import Mask, causal_mask
+from openelm_mlx.config import OpenELMConfig
+
+
+@partial(mx.compile, shapeless=True)
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """SiLU of `gate`, times `up`."""
+    return nn.silu(gate) * up
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with per-head RMSNorm on queries and keys, then RoPE."""
+
+    def __init__(self, config: OpenELMConfig, layer: int) -> None:
+        super().__init__()
+        head_dim = config.head_dim
+        self.num_heads = config.num_query_heads[layer]
+        self.num_kv_heads = config.num_kv_heads[layer]
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        self.rope_base = float(config.rope_freq_constant)
+        self.qkv_proj = nn.Linear(config.model_dim, (self.num_heads + 2 * self.num_kv_heads) * head_dim, bias=False)
+        self.out_proj = nn.Linear(self.num_heads * head_dim, config.model_dim, bias=False)
+        self.normalize_qk = config.normalize_qk_projections
+        if self.normalize_qk:
+            self.q_norm = nn.RMSNorm(head_dim, config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(head_dim, config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
+        B, L, _ = x.shape
+        H, H_kv = self.num_heads, self.num_kv_heads
+        qkv = self.qkv_proj(x).reshape(B, L, H + 2 * H_kv, self.head_dim).swapaxes(1, 2)  # (B, H + 2 H_kv, L, D)
+        q, k, v = mx.split(qkv, [H, H + H_kv], axis=1)
+        if self.normalize_qk:
+            q, k = self.q_norm(q), self.k_norm(k)
+        offset = 0 if cache is None else cache.offset
+        q, k = self._rope(q, offset), self._rope(k, offset)
+        if cache is not None:
+            k, v = cache.update_and_fetch(k, v)
+        out = self._attend(q, k, v, mask, cache)
+        return self.out_proj(out.swapaxes(1, 2).reshape(B, L, -1))
+
+    def _rope(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        # Half-split rotation, as in CoreNet's RotaryEmbedding; offset may hold one position a row (batch caches).
+        return mx.fast.rope(x, self.head_dim, traditional=False, base=self.rope_base, scale=1.0, offset=offset)
+
+    def _attend(self, q: mx.array, k: Any, v: Any, mask: Mask, cache: Any) -> mx.array:
+        if hasattr(cache, "bits"):
+            # Only mlx-lm's QuantizedKVCache has bits, so mlx-lm is loaded already: its kernel reads what it packed.
+            from mlx_lm.models.base import quantized_scaled_dot_product_attention
+
+            attend: Any = quantized_scaled_dot_product_attention  # its annotation leaves out the mask "causal"
+            return attend(q, k, v, self.scale, mask, cache.group_size, cache.bits)
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU with both input projections in one matrix, or a plain two-layer network."""
+
+    def __init__(self, config: OpenELMConfig, layer: int) -> None:
+        super().__init__()
+        width = config.ffn_dims[layer]
+        self.glu = config.ffn_with_glu
+        self.proj_1 = nn.Linear(config.model_dim, 2 * width if self.glu else width, bias=False)
+        self.proj_2 = nn.Linear(width, config.model_dim, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.proj_1(x)
+        return self.proj_2(swiglu(*mx.split(y, 2, axis=-1)) if self.glu else nn.silu(y))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward network, each behind a norm and beside a residual."""
+
+    def __init__(self, config: OpenELMConfig, layer: int) -> None:
+        super().__init__()
+        self.attn = Attention(config, layer)
+        self.ffn = FeedForward(config, layer)
+        self.ffn_norm = nn.RMSNorm(config.model_dim, config.rms_norm_eps)
+        self.attn_norm = nn.RMSNorm(config.model_dim, config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
+        x = x + self.attn(self.attn_norm(x), mask, cache)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and the last norm: everything but the output head."""
+
+    def __init__(self, config: OpenELMConfig) -> None:
+        super().__init__()
+        self.token_embeddings = nn.Embedding(config.vocab_size, config.model_dim)
+        self.layers = [DecoderLayer(config, i) for i in range(config.num_transformer_layers)]
+        self.norm = nn.RMSNorm(config.model_dim, config.rms_norm_eps)
+
+    def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        x = self.token_embeddings(ids)
+        length = ids.shape[1]
+        mask = causal_mask(length) if cache is None else cache[0].make_mask(length)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, mask, None if cache is None else cache[i])
+        return self.norm(x)
+
+
+class OpenELM(nn.Module):
+    """The language model, with mlx-lm's protocol: ``model(ids, cache=...) -> logits`` and ``model.layers``."""
+
+    model_type = "openelm"
+
+    def __init__(self, config: OpenELMConfig) -> None:
+        super().__init__()
+        self.args = config
+        self.transformer = Decoder(config)
+        if not config.share_input_output_layers:
+            self.lm_head = nn.Linear(config.model_dim, config.vocab_size, bias=False)
+
+    def __call__(
+        self, ids: mx.array, cache: Sequence[Any] | None = None, logits_to_keep: int | None = None
+    ) -> mx.array:
+        """Next-token logits.
+
+        Args:
+            ids: token ids, ``(B, L)``.
+            cache: one cache a layer, from :func:`openelm_mlx.cache.make_cache` or mlx-lm; None to use none.
+            logits_to_keep: only the last so many positions; None for all. Prefill needs one, and saves the head's
+                matmul for the rest.
+
+        Returns:
+            ``(B, L or logits_to_keep, vocab_size)`` logits in the model's dtype.
+        """
+        x = self.transformer(ids, cache)
+        if logits_to_keep is not None:
+            x = x[:, -logits_to_keep:]
+        return self.head(x)
+
+    def head(self, x: mx.array) -> mx.array:
+        """Logits of hidden states ``(B, L, D)``."""
+        if self.config.share_input_output_layers:
+            return self.transformer.token_embeddings.as_linear(x)
+        return self.lm_head(x)
+
+    @property
+    def config(self) -> OpenELMConfig:
+        """What the model is made of."""
+        return self.args
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """The decoder layers (mlx-lm counts caches by them)."""
+        return self.transformer.layers
