@@ -1,0 +1,90 @@
+"""``openelm convert``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from openelm_mlx.convert.job import Result
+    from openelm_mlx.convert.verify import Verification
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A folder, a .pt/.bin/.safetensors file, or a Hugging Face Hub name.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The MLX folder to make.", show_default=False)],
+    precision: Annotated[str, typer.Option("--precision", help="bf16, fp16, fp32, 4bit or 8bit.")] = "bf16",
+    group_size: Annotated[int, typer.Option(help="Weights that share a scale when packed: 32, 64 or 128.")] = 64,
+    config: Annotated[
+        str | None, typer.Option(help="CoreNet's YAML, or a config.json, for a checkpoint without one.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer.model or tokenizer.json, a folder, a Hub name, or 'none'.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
+    keep_padding_rows: Annotated[
+        bool,
+        typer.Option("--keep-padding-rows", help="Keep the embedding rows of a CoreNet checkpoint that no token uses."),
+    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare source and result on a built-in passage.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that an earlier conversion wrote.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
+) -> None:
+    """Convert a PyTorch checkpoint of OpenELM to MLX weights.
+
+    Reads Hugging Face folders and repositories, and CoreNet's .pt checkpoints. The result loads in `openelm generate`
+    and in mlx-lm.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from openelm_mlx.convert.job import Progress as Listener
+    from openelm_mlx.convert.job import convert as run
+
+    console = Console(stderr=True, quiet=quiet, soft_wrap=True, highlight=False)
+    columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("converting", total=None, visible=False)
+        listener = Listener(
+            say=lambda line: console.print(line, markup=False),
+            bytes_read=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
+        )
+        result = run(
+            source,
+            out,
+            precision=precision,
+            group_size=group_size,
+            config=config,
+            tokenizer=tokenizer,
+            revision=revision,
+            keep_padding_rows=keep_padding_rows,
+            verify_logits=verify,
+            force=force,
+            progress=listener,
+        )
+    if not quiet:
+        print(_summary(result))
+    if result.verification:
+        print(_verification(result.verification))
+
+
+def _summary(result: Result) -> str:
+    config = result.config
+    name = config.preset_name or f"{config.num_transformer_layers} layers"
+    packed = result.precision.default
+    detail = f", groups of {packed.group_size}" if packed else ""
+    return f"{result.folder}: {name}, {result.precision.name}{detail}, {result.nbytes / 1e6:,.1f} MB"
+
+
+def _verification(v: Verification) -> str:
+    return (
+        f"verified on {v.tokens} tokens against the source in float32:\n"
+        f"  logit difference  max {v.max_difference:.3g}, mean {v.mean_difference:.3g}\n"
+        f"  KL divergence     {v.mean_kl:.3g} nats a token\n"
+        f"  top-1 agreement   {100 * v.top1_agreement:.1f}%\n"
+        f"  perplexity        {v.perplexity_before:.3f} before, {v.perplexity_after:.3f} after"
+    )

@@ -1,0 +1,203 @@
+"""One conversion, from an opened source to a finished folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openelm_mlx import hub
+from openelm_mlx.atomic import OutputError, new_folder
+from openelm_mlx.checkpoint import PROVENANCE, read_json
+from openelm_mlx.config import OpenELMConfig
+from openelm_mlx.convert.precision import (
+    DEFAULT_GROUP_SIZE,
+    DEFAULT_PRECISION,
+    Precision,
+    converted,
+    plan_precision,
+    specs,
+)
+from openelm_mlx.convert.sources import Source, open_source
+from openelm_mlx.convert.tokenizers import Found, find_tokenizer
+from openelm_mlx.convert.verify import Verification, require_memory_to_verify, verify
+from openelm_mlx.dtypes import dtype_name
+from openelm_mlx.errors import CheckpointError, ConfigError
+from openelm_mlx.version import __version__
+from openelm_mlx.writer import TensorSpec, write_json, write_weights
+
+MAX_PADDING_ROWS = 128
+"""Surplus embedding rows taken for CoreNet's padding; its vocabulary was padded to a multiple of 128 (32,128)."""
+
+_ROWS = ("transformer.token_embeddings.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a conversion tells what it does. Both default to silence."""
+
+    say: Callable[[str], None] = lambda line: None
+    """Called with each line for the person."""
+    bytes_read: Callable[[int, int], None] = lambda done, total: None
+    """Called with the source bytes converted so far, and all of them."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a conversion made."""
+
+    folder: Path
+    config: OpenELMConfig
+    precision: Precision
+    nbytes: int
+    verification: Verification | None
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    precision: str = DEFAULT_PRECISION,
+    group_size: int = DEFAULT_GROUP_SIZE,
+    config: str | Path | None = None,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    keep_padding_rows: bool = False,
+    verify_logits: bool = False,
+    force: bool = False,
+    progress: Progress = Progress(),
+) -> Result:
+    """Convert a PyTorch checkpoint of OpenELM to an MLX folder that this package and mlx-lm load.
+
+    Args:
+        source: a folder, a checkpoint file, or a Hub name.
+        out: the folder to make.
+        precision: ``bf16``, ``fp16``, ``fp32``, ``4bit`` or ``8bit``.
+        group_size: weights that share a scale when packed: 32, 64 or 128.
+        config: CoreNet's YAML, or a config.json, instead of the one beside the weights.
+        tokenizer: a ``tokenizer.model`` or ``tokenizer.json``, a folder, a Hub name, or ``none``.
+        revision: branch, tag or commit of a Hub source.
+        keep_padding_rows: keep embedding rows that no token uses.
+        verify_logits: compare source and result on a built-in passage afterwards.
+        force: replace a folder that an earlier conversion wrote.
+        progress: where to tell what happens.
+
+    Raises:
+        OpenELMError: nothing was converted and nothing written; the message says why.
+    """
+    opened = open_source(hub.resolve(source, revision=revision), Path(config).expanduser() if config else None)
+    plan = plan_precision(opened.config, precision, group_size)
+    if verify_logits:
+        require_memory_to_verify(opened)
+    found = find_tokenizer(opened.folder, tokenizer, progress.say)
+    shapes, target = _without_padding(opened, found, keep_padding_rows, progress.say)
+    for path in plan.kept:
+        progress.say(f"kept in full precision: {path} (its width is no multiple of group size {group_size})")
+    written = list(specs(shapes, plan))
+    _require_room(Path(out), written)
+    with new_folder(Path(out).expanduser(), force=force, ours=is_ours) as folder:
+        hashes = _write(folder, opened, shapes, plan, written, progress)
+        provenance = {
+            "tool_version": __version__,
+            "source": str(source),
+            "source_kind": opened.kind,
+            "source_sha256": hashes,
+            "precision": precision,
+            "tokenizer": found.origin if found else None,
+        }
+        write_json(folder / "config.json", _config_json(target, plan, provenance))
+        _write_tokenizer(folder, opened, found)
+    nbytes = sum(s.nbytes for s in written)
+    checked = verify(opened, Path(out), found.tokenizer if found else None) if verify_logits else None
+    return Result(Path(out), target, plan, nbytes, checked)
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a conversion wrote this folder, so that another may replace it."""
+    try:
+        return PROVENANCE in read_json(folder / "config.json")
+    except ConfigError:
+        return False
+
+
+def _write(
+    folder: Path, source: Source, shapes: dict[str, tuple[int, ...]], plan: Precision, written: list[TensorSpec],
+    progress: Progress,
+) -> dict[str, str]:  # fmt: skip
+    """Write the weights; hash the source files meanwhile, in a second thread. Returns file name -> SHA-256."""
+    total = sum(t.nbytes for t in source.tensors.values())
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress.bytes_read(done, total)
+
+    progress.bytes_read(0, total)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        hashes: dict[str, Future[str]] = {p.name: pool.submit(sha256, p) for p in source.files}
+        try:
+            write_weights(folder, written, converted(source.tensors, shapes, plan, count))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return {name: future.result() for name, future in hashes.items()}
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as f:
+        while chunk := f.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _without_padding(
+    source: Source, found: Found | None, keep: bool, say: Callable[[str], None]
+) -> tuple[dict[str, tuple[int, ...]], OpenELMConfig]:
+    """The shapes to write and their config: CoreNet's padding rows are dropped when a tokenizer says how many."""
+    shapes = {name: t.shape for name, t in source.tensors.items()}
+    rows = source.config.vocab_size
+    if found is None:
+        return shapes, source.config
+    ids = found.tokenizer.vocab_size
+    if ids > rows:
+        raise CheckpointError(
+            f"the tokenizer ({found.origin}) has {ids} ids, but the model's embedding only {rows} rows: "
+            "it belongs to another model; name the right one with --tokenizer"
+        )
+    surplus = rows - ids
+    if keep or source.kind != "corenet" or not 0 < surplus <= MAX_PADDING_ROWS:
+        return shapes, source.config
+    say(f"dropped {surplus} padding rows of the embedding ({rows} -> {ids}); --keep-padding-rows keeps them")
+    shapes |= {name: (ids, *shapes[name][1:]) for name in _ROWS if name in shapes}
+    return shapes, dataclasses.replace(source.config, vocab_size=ids)
+
+
+def _config_json(config: OpenELMConfig, plan: Precision, provenance: dict[str, Any]) -> dict[str, Any]:
+    values = {**config.to_dict(), "torch_dtype": dtype_name(plan.dtype)}
+    if quantization := plan.to_config():
+        values["quantization"] = quantization
+    return {**values, PROVENANCE: provenance}
+
+
+def _write_tokenizer(folder: Path, source: Source, found: Found | None) -> None:
+    if found:
+        found.tokenizer.save(folder, drop_chat_template=not found.own)
+    generation = source.folder / "generation_config.json"
+    if source.kind == "huggingface" and generation.is_file():
+        shutil.copyfile(generation, folder / generation.name)
+
+
+def _require_room(out: Path, written: Iterable[TensorSpec]) -> None:
+    """Say that the disk is too small before an hour of work, not after it."""
+    needed = sum(s.nbytes for s in written)
+    place = next((p for p in (out, *out.absolute().parents) if p.exists()), None)
+    if place and (free := shutil.disk_usage(place).free) < needed:
+        raise OutputError(f"{out}: needs {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB free")

@@ -1,0 +1,36 @@
+"""Checkpoints with Hugging Face's names: Apple's release, and MLX folders in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from openelm_mlx.checkpoint import read_json
+from openelm_mlx.config import OpenELMConfig
+from openelm_mlx.errors import CheckpointError, ConfigError
+from openelm_mlx.rawtensor import RawTensor
+
+KIND = "huggingface"
+
+
+def recognises(names: Iterable[str]) -> bool:
+    """Whether the tensors carry this layout's names."""
+    return "transformer.token_embeddings.weight" in names
+
+
+def rename(tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
+    """The names are the ones wanted."""
+    return dict(tensors)
+
+
+def read_config(folder: Path, config_file: Path | None, tensors: Mapping[str, RawTensor]) -> OpenELMConfig:
+    """``config.json`` beside the weights, or the one given instead."""
+    path = config_file or folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; weights with Hugging Face's names need their config.json (--config)")
+    values = read_json(path)
+    if "quantization" in values or any(n.endswith(".scales") for n in tensors):
+        raise CheckpointError(
+            f"{folder}: is quantized already; the bits it lost are lost, so convert the original checkpoint instead"
+        )
+    return OpenELMConfig.from_dict(values)

@@ -1,0 +1,68 @@
+"""Finding the tokenizer for a conversion: Apple's OpenELM repositories carry none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from openelm_mlx import hub
+from openelm_mlx.errors import TokenizerError
+from openelm_mlx.tokenizer import Tokenizer
+
+NONE = "none"
+"""The value of ``--tokenizer`` that asks for a model without one."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tokenizer, where it came from, and whether its chat template is the model's own."""
+
+    tokenizer: Tokenizer
+    origin: str
+    own: bool
+
+
+def find_tokenizer(folder: Path, wanted: str | None, report: Callable[[str], None]) -> Found | None:
+    """The tokenizer for a checkpoint; None if none is wanted.
+
+    In order: `wanted` (a file, folder or Hub name), the checkpoint's own folder, a short list of Hub repositories that
+    carry the Llama tokenizer.
+
+    Raises:
+        TokenizerError: none was found; the message gives the ways to name one.
+    """
+    if wanted == NONE:
+        return None
+    own = Tokenizer.from_folder(folder)
+    if wanted is None and own:
+        return Found(own, "the source folder", own=True)
+    found = _named(wanted) if wanted else _from_hub(report)
+    if own is None or not own.chat_template:
+        _say_dropped_template(found, report)
+    return found
+
+
+def _named(wanted: str) -> Found:
+    path = hub.resolve(wanted, weights=False)
+    tokenizer = Tokenizer.from_folder(path) if path.is_dir() else Tokenizer.from_file(path)
+    if tokenizer is None:
+        raise TokenizerError(f"{wanted}: has neither tokenizer.json nor tokenizer.model")
+    return Found(tokenizer, wanted, own=False)
+
+
+def _from_hub(report: Callable[[str], None]) -> Found:
+    found = hub.find_tokenizer(report)
+    tokenizer = Tokenizer.from_folder(found[0]) if found else None
+    if found is None or tokenizer is None:
+        raise TokenizerError(
+            "no tokenizer: the source has none and no Hub repository could be reached. OpenELM uses the Llama 2 "
+            "tokenizer; name one with --tokenizer (a tokenizer.model or tokenizer.json, a folder, or a Hub name), or "
+            "convert without one with --tokenizer none"
+        )
+    return Found(tokenizer, found[1], own=False)
+
+
+def _say_dropped_template(found: Found, report: Callable[[str], None]) -> None:
+    if found.tokenizer.chat_template:
+        report(f"tokenizer: the chat template of {found.origin} was dropped: it belongs to another model")

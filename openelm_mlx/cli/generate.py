@@ -1,0 +1,172 @@
+"""``openelm generate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from openelm_mlx.errors import OpenELMError
+
+if TYPE_CHECKING:
+    from openelm_mlx.generation import GenerationResponse
+    from openelm_mlx.tokenizer import Tokenizer
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="Model folder, or a Hugging Face Hub name.", show_default=False)],
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="The prompt; - reads standard input.", show_default=False)
+    ],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256,
+    system: Annotated[
+        str | None, typer.Option(help="System turn before the prompt (models with a chat template).")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Take the prompt as raw text, without the chat template.")] = False,
+    temperature: Annotated[float, typer.Option("--temperature", "--temp", "-t", help="0 is greedy.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens that reach this mass; 1 is off.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 is off.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens less likely than this fraction of the likeliest; 0 is off.")
+    ] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Make recent tokens less likely; 1 is off.")] = 1.0,
+    repetition_context_size: Annotated[int, typer.Option(help="How many of the last tokens are recent.")] = 64,
+    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute in bfloat16, float16 or float32 instead of what is stored.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Try even if the model does not fit in memory.")] = False,
+) -> None:
+    """Generate text from a prompt.
+
+    The text goes to standard output and nothing else does; statistics go to standard error. A model with a chat
+    template takes the prompt as one user turn.
+    """
+    text = _read_prompt(prompt)
+    from openelm_mlx import hub
+    from openelm_mlx.generation import stream_generate
+    from openelm_mlx.loading import load, require_memory
+
+    folder = hub.resolve(model, revision=revision)
+    if not force:
+        require_memory(folder)
+    loaded, tokenizer = load(folder, dtype=dtype)
+    if tokenizer is None:
+        raise OpenELMError(
+            f"{folder}: has no tokenizer (no tokenizer.json or tokenizer.model), so no text can be generated; "
+            "convert it again with --tokenizer FILE, FOLDER or HUB-NAME"
+        )
+    responses = stream_generate(
+        loaded,
+        tokenizer,
+        _as_chat(tokenizer, text, system, raw),
+        max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        repetition_context_size=repetition_context_size,
+        seed=seed,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
+    )
+    seen = _Seen(print_text=not as_json)
+    try:
+        seen.follow(responses)
+    except KeyboardInterrupt:
+        seen.interrupted = True
+    _finish(seen, loaded, as_json=as_json, quiet=quiet)
+    if seen.interrupted:
+        raise KeyboardInterrupt
+
+
+def _read_prompt(prompt: str) -> str:
+    if prompt != "-":
+        return prompt
+    try:
+        # A line typed or piped ends in a newline that is the terminal's, not the prompt's.
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as e:
+        raise OpenELMError(f"standard input is not UTF-8 text: {e}") from None
+
+
+def _as_chat(tokenizer: Tokenizer, text: str, system: str | None, raw: bool) -> str | list[dict[str, Any]]:
+    if raw or not tokenizer.chat_template:
+        if system is not None:
+            why = "--raw skips it" if raw else "this model has none"
+            raise OpenELMError(f"--system needs a chat template, and {why}")
+        return text
+    turns = [] if system is None else [{"role": "system", "content": system}]
+    return [*turns, {"role": "user", "content": text}]
+
+
+class _Seen:
+    """The responses so far, printed as they come."""
+
+    def __init__(self, *, print_text: bool) -> None:
+        self.print_text = print_text
+        self.text = ""
+        self.tokens: list[int] = []
+        self.last: GenerationResponse | None = None
+        self.interrupted = False
+
+    def follow(self, responses: Iterator[GenerationResponse]) -> None:
+        for response in responses:
+            if response.token is not None and response.generation_tokens > len(self.tokens):
+                self.tokens.append(response.token)
+            self.text += response.text
+            self.last = response
+            if self.print_text:
+                print(response.text, end="", flush=True)
+
+
+def _finish(seen: _Seen, model: Any, *, as_json: bool, quiet: bool) -> None:
+    last = seen.last
+    if as_json:
+        print(json.dumps(_json(seen, model), ensure_ascii=False))
+        return
+    print(flush=True)
+    if last and last.window_full:
+        print(f"the model's window of {model.config.max_context_length} tokens is full", file=sys.stderr)
+    if last and not quiet:
+        print(
+            f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s · generation: "
+            f"{last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s · first token after "
+            f"{last.time_to_first_token:.2f} s · peak memory {last.peak_memory:.2f} GB",
+            file=sys.stderr,
+        )
+
+
+def _json(seen: _Seen, model: Any) -> dict[str, Any]:
+    from openelm_mlx import device
+    from openelm_mlx.dtypes import dtype_name
+
+    last = seen.last
+    return {
+        "text": seen.text,
+        "tokens": seen.tokens,
+        "prompt_tokens": last.prompt_tokens if last else None,
+        "generation_tokens": len(seen.tokens),
+        "prompt_tps": last.prompt_tps if last else None,
+        "generation_tps": last.generation_tps if last else None,
+        "time_to_first_token_s": last.time_to_first_token if last else None,
+        "peak_memory_gb": last.peak_memory if last else None,
+        "finish_reason": "interrupted" if seen.interrupted else last.finish_reason if last else None,
+        "backend": device.backend(),
+        "compute_dtype": dtype_name(model.transformer.norm.weight.dtype),
+        "blas": device.blas() if device.backend() == "cpu" else None,
+    }
