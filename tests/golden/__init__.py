@@ -1,0 +1,1 @@
+"""Comparison with what Apple's PyTorch code computes: ``python -m tests.golden DIR``."""
