@@ -189,7 +189,7 @@ def _config_json(config: OpenELMConfig, plan: Precision, provenance: dict[str, A
 
 def _write_tokenizer(folder: Path, source: Source, found: Found | None) -> None:
     if found:
-        found.tokenizer.save(folder, drop_chat_template=not found.own)
+        found.tokenizer.save(folder)
     generation = source.folder / "generation_config.json"
     if source.kind == "huggingface" and generation.is_file():
         shutil.copyfile(generation, folder / generation.name)

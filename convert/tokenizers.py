@@ -9,6 +9,7 @@ from pathlib import Path
 from openelm_mlx import hub
 from openelm_mlx.errors import TokenizerError
 from openelm_mlx.tokenizer import Tokenizer
+from openelm_mlx.tokenizer_files import own_chat_template
 
 NONE = "none"
 """The value of ``--tokenizer`` that asks for a model without one."""
@@ -16,31 +17,31 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Found:
-    """A tokenizer, where it came from, and whether its chat template is the model's own."""
+    """A tokenizer as it will be written, and where it came from."""
 
     tokenizer: Tokenizer
     origin: str
-    own: bool
 
 
 def find_tokenizer(folder: Path, wanted: str | None, report: Callable[[str], None]) -> Found | None:
     """The tokenizer for a checkpoint; None if none is wanted.
 
     In order: `wanted` (a file, folder or Hub name), the checkpoint's own folder, a short list of Hub repositories that
-    carry the Llama tokenizer.
+    carry the Llama tokenizer. The chat template is the checkpoint's own: one that comes with another tokenizer was
+    written for another model.
 
     Raises:
         TokenizerError: none was found; the message gives the ways to name one.
     """
     if wanted == NONE:
         return None
-    own = Tokenizer.from_folder(folder)
-    if wanted is None and own:
-        return Found(own, "the source folder", own=True)
+    if wanted is None and (own := Tokenizer.from_folder(folder)):
+        return Found(own, "the source folder")
     found = _named(wanted) if wanted else _from_hub(report)
-    if own is None or not own.chat_template:
-        _say_dropped_template(found, report)
-    return found
+    template = own_chat_template(folder)
+    if found.tokenizer.chat_template not in (None, template):
+        report(f"tokenizer: the chat template of {found.origin} was dropped: it was not made for this model")
+    return Found(found.tokenizer.with_chat_template(template), found.origin)
 
 
 def _named(wanted: str) -> Found:
@@ -48,7 +49,7 @@ def _named(wanted: str) -> Found:
     tokenizer = Tokenizer.from_folder(path) if path.is_dir() else Tokenizer.from_file(path)
     if tokenizer is None:
         raise TokenizerError(f"{wanted}: has neither tokenizer.json nor tokenizer.model")
-    return Found(tokenizer, wanted, own=False)
+    return Found(tokenizer, wanted)
 
 
 def _from_hub(report: Callable[[str], None]) -> Found:
@@ -60,9 +61,4 @@ def _from_hub(report: Callable[[str], None]) -> Found:
             "tokenizer; name one with --tokenizer (a tokenizer.model or tokenizer.json, a folder, or a Hub name), or "
             "convert without one with --tokenizer none"
         )
-    return Found(tokenizer, found[1], own=False)
-
-
-def _say_dropped_template(found: Found, report: Callable[[str], None]) -> None:
-    if found.tokenizer.chat_template:
-        report(f"tokenizer: the chat template of {found.origin} was dropped: it belongs to another model")
+    return Found(tokenizer, found[1])

@@ -48,6 +48,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+    try:
+        module = import_module(f"{__name__}.{_EXPORTS[name]}")
+    except ImportError as e:
+        line = device.explain_missing_mlx(e)
+        raise ImportError(line) if line else e from None
+    value = getattr(module, name)
     globals()[name] = value
     return value

@@ -53,6 +53,27 @@ def blas() -> str:
     return _blas
 
 
+def explain_missing_mlx(error: ImportError) -> str | None:
+    """One line for an import that failed because MLX, or a backend of it, is not installed; None for other errors."""
+    if (error.name or "").split(".")[0] != "mlx" and "libmlx" not in str(error):
+        return None
+    return (
+        "MLX has no backend here: pip install 'openelm-mlx[cpu]' (or [cuda12] or [cuda13] for an NVIDIA GPU on Linux; "
+        f"on an Apple-silicon Mac plain openelm-mlx brings it). The import failed with: {error}"
+    )
+
+
+def keep_resident() -> None:
+    """Let MLX keep a model's memory wired on a Mac, so that macOS does not page weights out between tokens."""
+    if backend() != "metal":
+        return
+    import mlx.core as mx
+
+    limit = mx.device_info().get("max_recommended_working_set_size")
+    if limit:
+        mx.set_wired_limit(int(limit))
+
+
 def backend() -> str:
     """``metal``, ``cuda`` or ``cpu``: where MLX computes by default."""
     import mlx.core as mx

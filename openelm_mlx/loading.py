@@ -74,6 +74,7 @@ def load_model(folder: Path, *, dtype: str | mx.Dtype | None = None) -> OpenELM:
     if unpack:
         cpu.unpack(model)
     cast(model, target)
+    device.keep_resident()
     model.eval()
     return model
 

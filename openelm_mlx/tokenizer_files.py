@@ -48,7 +48,7 @@ def read_folder(folder: Path) -> TokenizerSource | None:
     config = _read_json(folder / "tokenizer_config.json")
     fallback = _read_json(folder / "special_tokens_map.json")
     named = {**fallback, **{key: value for key, value in config.items() if value is not None or key not in fallback}}
-    template, in_file = _template(folder, config)
+    template, in_file = find_template(folder, config)
     add_bos = config.get("add_bos_token")
     return TokenizerSource(
         name=str(path),
@@ -137,7 +137,13 @@ def _token_text(config: dict[str, Any], key: str, guess: str | None) -> str | No
     return value if isinstance(value, str) and value else None
 
 
-def _template(folder: Path, config: dict[str, Any]) -> tuple[str | None, bool]:
+def own_chat_template(folder: Path) -> str | None:
+    """The chat template that lies in a model folder, which need not have a tokenizer; None when there is none."""
+    return find_template(folder, _read_json(folder / "tokenizer_config.json"))[0]
+
+
+def find_template(folder: Path, config: dict[str, Any]) -> tuple[str | None, bool]:
+    """The chat template of a folder with this tokenizer_config.json, and whether it is a file of its own."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8"), True

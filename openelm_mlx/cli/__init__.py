@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
+
+from openelm_mlx._links import check_links
 
 VERBS = {
     "convert": "openelm_mlx.convert.command",
@@ -24,7 +27,12 @@ class _Verbs(TyperGroup):
     def get_command(self, ctx: Any, name: str) -> Any:
         if name not in VERBS:
             return None
-        command = typer.main.get_command(import_module(VERBS[name]).app)
+        try:
+            module = import_module(VERBS[name])
+        except ModuleNotFoundError:
+            check_links(Path(__file__).parents[1])
+            raise
+        command = typer.main.get_command(module.app)
         command.name = name
         return command
 
