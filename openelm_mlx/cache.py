@@ -72,14 +72,14 @@ class KVCache:
         return n
 
     @property
-    def state(self) -> tuple[mx.array, mx.array] | tuple[()]:
-        """The arrays that must be evaluated for the cache to be up to date."""
-        return () if self.keys is None or self.values is None else (self.keys, self.values)
+    def state(self) -> tuple[mx.array | None, mx.array | None, int]:
+        """What must be evaluated, or saved, for the cache to be up to date; mlx-lm's order."""
+        return self.keys, self.values, self.offset
 
     @property
     def nbytes(self) -> int:
         """Bytes held, unfilled positions included."""
-        return sum(a.nbytes for a in self.state)
+        return sum(a.nbytes for a in (self.keys, self.values) if a is not None)
 
 
 def make_cache(model: OpenELM | Any) -> list[KVCache]:

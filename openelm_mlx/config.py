@@ -7,6 +7,7 @@ as layer-wise scaling ranges (CoreNet), as expanded lists (Hugging Face, MLX) or
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -40,7 +41,9 @@ ACTIVATIONS = ("swish", "silu")
 NORMS = ("rms_norm",)
 
 _SIZES = ("vocab_size", "num_transformer_layers", "model_dim", "head_dim")
-_POSITIVE = (*_SIZES, "max_context_length", "ffn_dim_divisor", "rope_max_length", "rope_freq_constant", "rms_norm_eps")
+_WHOLE = (*_SIZES, "max_context_length", "ffn_dim_divisor", "rope_max_length")
+_REAL = ("rope_freq_constant", "rms_norm_eps")
+_FLAGS = ("ffn_with_glu", "normalize_qk_projections", "share_input_output_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,16 +126,17 @@ class OpenELMConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OpenELMConfig:
         """Read a ``config.json`` of Hugging Face, mlx-lm or this project. Keys it does not know are left alone."""
+        kind = values.get("model_type")
+        if kind not in (None, "openelm"):
+            raise ConfigError(f"the config is for another kind of model: its model_type is {kind!r}, not 'openelm'")
         known = {f.name for f in dataclasses.fields(cls)}
         fields = {k: v for k, v in values.items() if k in known and v is not None}
         missing = [k for k in _SIZES if k not in fields]
         if missing:
-            kind = values.get("model_type")
-            hint = "" if kind in (None, "openelm") else f" (its model_type is {kind!r}, not 'openelm')"
-            raise ConfigError(f"the config has no {', '.join(missing)}{hint}")
+            raise ConfigError(f"the config has no {', '.join(missing)}")
         for key in ("num_query_heads", "num_kv_heads"):
             if key in fields and not isinstance(fields[key], Sequence):
-                fields[key] = (fields[key],) * _count(values, "num_transformer_layers")
+                fields[key] = (fields[key],) * _whole("num_transformer_layers", fields["num_transformer_layers"])
         if "num_kv_heads" not in fields:
             fields.setdefault("num_gqa_groups", 1)  # the default of configuration_openelm.py
         return cls(**fields)
@@ -163,7 +167,7 @@ class OpenELMConfig:
         """The released size with these layers, whatever its vocabulary; None if it is none of them."""
         for name in PRESETS:
             p = OpenELMConfig.preset(name)
-            same = ("model_dim", "head_dim", "num_query_heads", "num_kv_heads", "ffn_dims")
+            same = ("model_dim", "head_dim", "num_query_heads", "num_kv_heads", "ffn_dims", *_FLAGS)
             if all(getattr(p, key) == getattr(self, key) for key in same):
                 return name
         return None
@@ -174,12 +178,13 @@ class OpenELMConfig:
         object.__setattr__(self, name, value)
 
     def _check_scalars(self) -> None:
-        for key in _POSITIVE:
+        for key in _WHOLE:
+            _whole(key, getattr(self, key))
+        for key in _REAL:
             value = getattr(self, key)
-            whole = key in (*_SIZES, "max_context_length", "ffn_dim_divisor", "rope_max_length")
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value > 0:
-                raise ConfigError(f"{key} must be a positive {'whole ' * whole}number, not {value!r}")
-        for key in ("ffn_with_glu", "normalize_qk_projections", "share_input_output_layers"):
+            if not _is_number(value) or not 0 < value < math.inf:
+                raise ConfigError(f"{key} must be a positive number, not {value!r}")
+        for key in _FLAGS:
             if not isinstance(getattr(self, key), bool):
                 raise ConfigError(f"{key} must be true or false, not {getattr(self, key)!r}")
         if self.head_dim % 2:
@@ -188,19 +193,23 @@ class OpenELMConfig:
             raise ConfigError(f"activation {self.activation_fn_name!r} is not known; known: {', '.join(ACTIVATIONS)}")
         if self.normalization_layer_name not in NORMS:
             raise ConfigError(f"norm {self.normalization_layer_name!r} is not known; known: {', '.join(NORMS)}")
-        groups = self.num_gqa_groups
-        if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
-            raise ConfigError(f"num_gqa_groups must be a positive whole number, not {groups!r}")
+        if self.num_gqa_groups is not None:
+            _whole("num_gqa_groups", self.num_gqa_groups)
+        eos = self.eos_token_id if isinstance(self.eos_token_id, (list, tuple)) else (self.eos_token_id,)
+        for key, token in (("bos_token_id", self.bos_token_id), *(("eos_token_id", token) for token in eos)):
+            if token is not None and (isinstance(token, bool) or not isinstance(token, int) or token < 0):
+                raise ConfigError(f"{key} must be a token id, not {token!r}")
 
     def _expand(self, key: str, value: Any) -> tuple[float, ...]:
         """A number, a (first, last) range or a full list -> one multiplier a layer."""
         layers = self.num_transformer_layers
         values = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-        if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 1e6 for v in values):
+        if not all(_is_number(v) and 0 < v < 1e6 for v in values):
             raise ConfigError(f"{key} must be positive numbers, not {value!r}")
         if not isinstance(value, Sequence):
             return (value,) * layers
-        if len(value) == layers:
+        # CoreNet and Hugging Face take two entries for the range, of two layers too. Equal ones are a number expanded.
+        if len(value) == layers and not (layers == 2 and value[0] != value[1]):
             return tuple(value)
         if len(value) == 2:
             return spread(value[0], value[1], layers)
@@ -243,8 +252,7 @@ class OpenELMConfig:
         if heads and len(heads) != self.num_transformer_layers:
             raise ConfigError(f"{key} has {len(heads)} entries for {self.num_transformer_layers} layers")
         for layer, h in enumerate(heads):
-            if isinstance(h, bool) or not isinstance(h, int) or h < 1:
-                raise ConfigError(f"{key}, layer {layer}: {h!r} is no number of heads")
+            _whole(f"{key}, layer {layer},", h)
         return tuple(heads)
 
     @staticmethod
@@ -259,8 +267,11 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _count(values: Mapping[str, Any], key: str) -> int:
-    n = values[key]
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ConfigError(f"{key} must be a positive whole number, not {n!r}")
-    return n
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _whole(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key} must be a positive whole number, not {value!r}")
+    return value

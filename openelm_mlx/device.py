@@ -93,6 +93,15 @@ def compute_dtype(stored: mx.Dtype) -> mx.Dtype:
     return mx.float32 if backend() == "cpu" else stored
 
 
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
+"""Limit, use and details of a container's memory, in control groups of version 2 and 1."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes a model may take, and where the figure comes from."""
@@ -114,7 +123,7 @@ def memory() -> Memory | None:
 
 def _meminfo_available() -> Memory | None:
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in _MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return Memory(int(line.split()[1]) * 1024, "memory available now")
     except (OSError, ValueError, IndexError):
@@ -123,13 +132,17 @@ def _meminfo_available() -> Memory | None:
 
 
 def _cgroup_available() -> Memory | None:
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-        return None if limit == "max" else Memory(max(int(limit) - used, 0), "this container's memory limit")
-    except (OSError, ValueError):
-        return None
+    for limit_file, used_file, stat_file in _CGROUP_FILES:
+        try:
+            limit = int((_CGROUP / limit_file).read_text())  # the word "max" where there is none
+            used = int((_CGROUP / used_file).read_text())
+            stat = dict(line.split() for line in (_CGROUP / stat_file).read_text().splitlines())
+            # Cached files count as used, the model's own after a first load among them, but give way when needed.
+            cached = int(stat["inactive_file"]) + int(stat["active_file"])
+        except (OSError, ValueError, KeyError):
+            continue
+        return Memory(min(max(limit - used + cached, 0), limit), "this container's memory limit")
+    return None
 
 
 def _physical() -> Memory | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,16 +80,20 @@ def generate_tokens(
 
     Args:
         model: the model.
-        ids: the prompt; not part of the output.
+        ids: the prompt (integers of any kind, or a one-dimensional array); not part of the output.
         max_tokens: most ids to generate; fewer when an end-of-sequence id comes or the window is full.
         temperature, top_k, top_p, min_p, repetition_penalty, repetition_context_size, seed: see
             :class:`openelm_mlx.sampling.Sampling`.
-        eos_token_ids: ids that end generation, and are not yielded. None: the config's; empty: never.
-        cache: caches to continue from and extend, one a layer; `ids` follow what they hold.
+        eos_token_ids: ids that end generation, and are not yielded. None: those of config.json
+            and generation_config.json; empty: never.
+        cache: caches to continue from and extend, one a layer; `ids` follow what they hold. Afterwards, or when the
+            iterator is left early, they hold the first of old, prompt and generated ids (an end-of-sequence id
+            included), as many as their `offset` says; the last generated one may be missing.
         prefill_step: prompt tokens per forward pass.
 
     Raises:
-        OpenELMError: the prompt is empty, has ids outside the vocabulary, or is longer than the window.
+        OpenELMError: the prompt is empty, has ids outside the vocabulary, or is longer than the window, or an option
+            is out of its range. Raised when the first id is asked for.
     """
     sampling = Sampling(
         temperature=temperature,
@@ -101,8 +106,9 @@ def generate_tokens(
     )
     eos = set(model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
     caches = make_cache(model) if cache is None else cache
-    limit = min(max_tokens, room_in_window(model, ids, caches))
-    for token, _ in _steps(model, ids, limit, sampling, caches, prefill_step):
+    prompt = as_ids(ids)
+    limit = min(_count("max_tokens", max_tokens, 0), room_in_window(model, prompt, caches))
+    for token, _ in _steps(model, prompt, limit, sampling, caches, prefill_step):
         if token in eos:
             return
         yield token
@@ -137,7 +143,7 @@ def stream_generate(
             :class:`openelm_mlx.sampling.Sampling`.
         stop: strings that end the text before them, however they are split over tokens.
         ignore_eos: go on after end-of-sequence tokens, as benchmarks do.
-        cache: caches to continue from and extend, one a layer.
+        cache: caches to continue from and extend, one a layer; see :func:`generate_tokens`.
         prefill_step: prompt tokens per forward pass.
 
     Yields:
@@ -159,7 +165,7 @@ def stream_generate(
     ids, chat = encode_prompt(tokenizer, prompt)
     caches = make_cache(model) if cache is None else cache
     room = room_in_window(model, ids, caches)
-    limit = min(max_tokens, room)
+    limit = min(_count("max_tokens", max_tokens, 0), room)
     eos = frozenset() if ignore_eos else frozenset(tokenizer.eos_token_ids) | set(model.config.eos_token_ids)
     text, stops = tokenizer.stream(ids, strip_leading_space=chat), StopStrings(stop)
     clock = _Clock(len(ids))
@@ -198,10 +204,31 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> tuple[list[int
         )
     if isinstance(prompt, str):
         return tokenizer.encode(prompt), False
+    if isinstance(prompt, Mapping):
+        raise OpenELMError("the prompt is one message; a chat is a list of messages")
     messages = [item for item in prompt if isinstance(item, Mapping)]
     if messages and len(messages) == len(prompt):
         return tokenizer.encode_chat(messages), True
-    return [item for item in prompt if isinstance(item, int)], False
+    return as_ids(prompt), False
+
+
+def as_ids(prompt: Iterable[Any]) -> list[int]:
+    """Token ids as plain integers, from integers of any kind or a one-dimensional array of them.
+
+    Raises:
+        OpenELMError: an item is something else; the message shows it.
+    """
+    items: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    for item in items:
+        if isinstance(item, bool) or not hasattr(item, "__index__"):
+            raise OpenELMError(f"a prompt is text, a list of messages, or token ids, which are integers, not {item!r}")
+    return [operator.index(item) for item in items]
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OpenELMError(f"{name} must be a whole number, {least} or more, not {value!r}")
+    return value
 
 
 def room_in_window(model: Any, ids: Sequence[int], cache: Sequence[Any]) -> int:
@@ -226,13 +253,14 @@ def room_in_window(model: Any, ids: Sequence[int], cache: Sequence[Any]) -> int:
 
 
 def _steps(
-    model: Any, ids: Sequence[int], limit: int, sampling: Sampling, cache: Sequence[Any], prefill_step: int
+    model: Any, ids: list[int], limit: int, sampling: Sampling, cache: Sequence[Any], prefill_step: int
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield (token, log-probabilities ``(V,)``), `limit` of them."""
+    step = _count("prefill_step", prefill_step, 1)
     if limit <= 0:
         return
     choose = Sampler(sampling, ids)
-    token, logprobs = choose(_prefill(model, mx.array(list(ids))[None], cache, prefill_step))
+    token, logprobs = choose(_prefill(model, mx.array(ids)[None], cache, step))
     mx.async_eval(token, logprobs)
     for n in range(limit):
         if n + 1 < limit:  # the device works on the next token while this one is being read and printed

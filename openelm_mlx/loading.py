@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,14 @@ from openelm_mlx.dtypes import parse_dtype
 from openelm_mlx.errors import CheckpointError, OpenELMError
 from openelm_mlx.model import OpenELM
 from openelm_mlx.quantize import apply_config
+from openelm_mlx.safetensorsfile import is_safetensors
 
 if TYPE_CHECKING:
     from openelm_mlx.rawtensor import RawTensor
     from openelm_mlx.tokenizer import Tokenizer
+
+_FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "F64": mx.float32}
+"""What tensors of these stored dtypes are read as."""
 
 FLOAT16_LIMIT = 3072
 """Model width from which activations leave float16's range (the 3B's do: it then writes ``<unk>`` and nothing else)."""
@@ -60,17 +64,15 @@ def load(
 def load_model(folder: Path, *, dtype: str | mx.Dtype | None = None) -> OpenELM:
     """Load the model of a local folder; see :func:`load`."""
     values = read_model_config(folder)
-    config = OpenELMConfig.from_dict(values)
-    wanted = None if dtype is None else parse_dtype(dtype)
-    if wanted is not None and wanted == mx.float16:
-        check_float16(config, "computing")
+    config = _with_generation_eos(OpenELMConfig.from_dict(values), folder)
     tensors = open_weights(folder)
+    target = _compute_dtype(values, tensors, dtype)
+    if target == mx.float16:
+        check_float16(config, "computing")
     model = build(config, values.get("quantization"), tensors, folder)
-    converted = PROVENANCE in values or "quantization" in values
-    target = wanted or device.compute_dtype(_stored_dtype(tensors) if converted else mx.bfloat16)
     unpack = device.backend() == "cpu" and target == mx.float32 and _room_to_unpack(model, tensors)
     # Arrays of safetensors files are lazy; nothing is read before the casts below evaluate them, one at a time.
-    model.load_weights(list(_arrays(folder, tensors).items()))
+    model.load_weights(list(_arrays(tensors, target).items()))
     if unpack:
         cpu.unpack(model)
     cast(model, target)
@@ -81,6 +83,8 @@ def load_model(folder: Path, *, dtype: str | mx.Dtype | None = None) -> OpenELM:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """config.json of a model folder; an error that helps when the path is something else."""
+    if not folder.exists():
+        raise CheckpointError(f"{folder}: no such folder")
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: is a file, not a model folder; convert it first: openelm convert {folder} --out DIR"
@@ -88,6 +92,15 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: no config.json, so no model folder")
     return read_json(folder / "config.json")
+
+
+def _with_generation_eos(config: OpenELMConfig, folder: Path) -> OpenELMConfig:
+    """The config with the end-of-sequence ids of generation_config.json beside its own."""
+    path = folder / "generation_config.json"
+    eos = read_json(path).get("eos_token_id") if path.is_file() else None
+    more = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    union = tuple(dict.fromkeys([*config.eos_token_ids, *more]))
+    return config if union == config.eos_token_ids else dataclasses.replace(config, eos_token_id=union)
 
 
 def build(
@@ -129,15 +142,15 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
                 mx.eval(layer[name])
 
 
-def memory_needed(folder: Path) -> int:
-    """Bytes a model folder's weights take when loaded here, and a window of KV cache."""
-    config = OpenELMConfig.from_dict(read_model_config(folder))
-    tensors = open_weights(folder)
-    if device.backend() == "cpu":
-        weights = sum(t.nbytes if t.dtype == "U32" else prod(t.shape) * 4 for t in tensors.values())
-    else:
-        weights = sum(t.nbytes for t in tensors.values())
-    item = 4 if device.backend() == "cpu" else 2
+def memory_needed(folder: Path, dtype: str | mx.Dtype | None = None) -> int:
+    """Least bytes a model folder's weights take when loaded in `dtype` (as :func:`load` means it), and a full cache.
+
+    Packed layers count as packed: a CPU, which unpacks them where there is room, can leave them so.
+    """
+    values = read_model_config(folder)
+    config, tensors = OpenELMConfig.from_dict(values), open_weights(folder)
+    item = _compute_dtype(values, tensors, dtype).size
+    weights = sum(t.size * item if t.dtype in _FLOATS else t.nbytes for t in tensors.values())
     return weights + kv_bytes_per_token(config, item) * config.max_context_length
 
 
@@ -146,9 +159,13 @@ def kv_bytes_per_token(config: OpenELMConfig, item_bytes: int) -> int:
     return 2 * sum(config.num_kv_heads) * config.head_dim * item_bytes
 
 
-def require_memory(folder: Path) -> None:
-    """Refuse a model that will not fit, before loading it, with both figures."""
-    memory, needed = device.memory(), memory_needed(folder)
+def require_memory(folder: Path, dtype: str | mx.Dtype | None = None) -> None:
+    """Refuse a model that will not fit, before loading it in `dtype`, with both figures.
+
+    Raises:
+        TooLargeError: it does not fit.
+    """
+    memory, needed = device.memory(), memory_needed(folder, dtype)
     if memory and needed > memory.available:
         raise TooLargeError(
             f"{folder}: needs {needed / 1e9:.2f} GB to run, and there are {memory.available / 1e9:.2f} GB "
@@ -156,10 +173,17 @@ def require_memory(folder: Path) -> None:
         )
 
 
+def _compute_dtype(values: dict[str, Any], tensors: dict[str, RawTensor], wanted: str | mx.Dtype | None) -> mx.Dtype:
+    """The dtype that :func:`load` computes in, for a folder's config.json and tensors."""
+    if wanted is not None:
+        return parse_dtype(wanted)
+    converted = PROVENANCE in values or "quantization" in values
+    return device.compute_dtype(_stored_dtype(tensors) if converted else mx.bfloat16)
+
+
 def _stored_dtype(tensors: dict[str, RawTensor]) -> mx.Dtype:
-    by_name = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-    floats = [t for t in tensors.values() if t.dtype in by_name]
-    return by_name[max(floats, key=lambda t: t.nbytes).dtype] if floats else mx.bfloat16
+    floats = [t for t in tensors.values() if t.dtype in _FLOATS]
+    return _FLOATS[max(floats, key=lambda t: t.nbytes).dtype] if floats else mx.bfloat16
 
 
 def _room_to_unpack(model: OpenELM, tensors: dict[str, RawTensor]) -> bool:
@@ -167,12 +191,16 @@ def _room_to_unpack(model: OpenELM, tensors: dict[str, RawTensor]) -> bool:
     return memory is None or cpu.float32_bytes(model) + sum(t.nbytes for t in tensors.values()) < memory.available
 
 
-def _arrays(folder: Path, tensors: dict[str, RawTensor]) -> dict[str, mx.array]:
+def _arrays(tensors: dict[str, RawTensor], dtype: mx.Dtype) -> dict[str, mx.array]:
+    """The tensors' values: lazy and as stored where MLX reads the file itself, read and cast to `dtype` elsewhere."""
     arrays: dict[str, mx.array] = {}
     for path in sorted({t.path for t in tensors.values()}):
         own = {n: t for n, t in tensors.items() if t.path == path}
-        if path.suffix == ".safetensors":
-            arrays |= dict(mx.load(str(path)))  # type: ignore[arg-type]  # a dict for this format
-        else:
-            arrays |= {n: t.read() for n, t in own.items()}
+        if is_safetensors(path) and all(t.dtype != "F64" for t in own.values()):
+            arrays |= dict(mx.load(str(path), format="safetensors"))  # type: ignore[arg-type]  # a dict for this format
+            continue
+        for name, tensor in own.items():
+            values = tensor.read()
+            arrays[name] = values.astype(dtype) if mx.issubdtype(values.dtype, mx.floating) else values
+            mx.eval(arrays[name])
     return arrays

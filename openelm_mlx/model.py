@@ -111,7 +111,10 @@ class Decoder(nn.Module):
     def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         x = self.token_embeddings(ids)
         length = ids.shape[1]
-        mask = causal_mask(length) if cache is None else cache[0].make_mask(length)
+        # Both arguments have to be named: some of mlx-lm's caches give them no default.
+        mask = (
+            causal_mask(length) if cache is None else cache[0].make_mask(length, return_array=False, window_size=None)
+        )
         for i, layer in enumerate(self.layers):
             x = layer(x, mask, None if cache is None else cache[i])
         return self.norm(x)
@@ -145,7 +148,7 @@ class OpenELM(nn.Module):
         """
         x = self.transformer(ids, cache)
         if logits_to_keep is not None:
-            x = x[:, -logits_to_keep:]
+            x = x[:, max(x.shape[1] - logits_to_keep, 0) :]
         return self.head(x)
 
     def head(self, x: mx.array) -> mx.array:

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from openelm_mlx.dtypes import dtype_name
 from openelm_mlx.errors import CheckpointError, ConfigError
 
 
@@ -63,17 +64,17 @@ def apply_config(model: nn.Module, quantization: Mapping[str, Any], names: Colle
     try:
         group_size, bits = int(quantization["group_size"]), int(quantization["bits"])
     except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"config.json: quantization has no bits and group_size: {dict(quantization)!r}") from None
+        raise ConfigError(f"config.json: quantization has no bits and group_size: {quantization!r}") from None
 
     def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(layer, "to_quantized") or f"{path}.scales" not in names:
             return False
         own = quantization.get(path, True)
-        return own if isinstance(own, (bool, dict)) else True
+        return dict(own) if isinstance(own, Mapping) else bool(own)
 
     try:
         nn.quantize(model, group_size, bits, mode=quantization.get("mode", "affine"), class_predicate=choose)
-    except (ValueError, RuntimeError) as e:
+    except (TypeError, ValueError, RuntimeError) as e:
         raise CheckpointError(f"this version of MLX cannot hold the checkpoint's quantization: {e}") from None
 
 
@@ -98,13 +99,27 @@ def quantize_weight(weight: mx.array, how: Quantization, dtype: mx.Dtype) -> tup
 
     Returns:
         Packed weights ``(rows, width * bits / 32)`` uint32, scales and biases ``(rows, width / group_size)``.
+
+    Raises:
+        CheckpointError: the weight has a NaN or an infinity, or is too large for scales of this dtype.
+        ValueError: other bits than 2, 4 and 8, or another mode than affine.
     """
+    if how.mode != "affine" or how.bits not in (2, 4, 8):
+        raise ValueError(f"{how.bits} bits ({how.mode}) are not packed here")
     rows, width = weight.shape
     step = max(1, _BLOCK // width)
     blocks = []
     for start in range(0, rows, step):
-        blocks.append(_fit_block(weight[start : start + step], how, dtype))
-        mx.eval(blocks[-1])
+        block = weight[start : start + step]
+        fitted = _fit_block(block, how, dtype)
+        finite = [mx.isfinite(x).all() for x in (block, *fitted[1:])]
+        mx.eval(fitted, finite)
+        if not all(bool(ok) for ok in finite):
+            raise CheckpointError(
+                f"the weight cannot be packed: in rows {start} to {start + len(block) - 1} it has NaN, infinity, "
+                f"or values whose scale {dtype_name(dtype)} cannot hold"
+            )
+        blocks.append(fitted)
     packed, scales, biases = (mx.concatenate(list(parts)) for parts in zip(*blocks, strict=True))
     return packed, scales, biases
 
@@ -113,15 +128,14 @@ def _fit_block(weight: mx.array, how: Quantization, dtype: mx.Dtype) -> tuple[mx
     rows = weight.shape[0]
     x = weight.astype(mx.float32).reshape(rows, -1, how.group_size)
     _, scale, bias = mx.quantize(weight, how.group_size, how.bits, mode=how.mode)
-    scale, bias = scale[..., None].astype(mx.float32), bias[..., None].astype(mx.float32)
+    scale, bias = _stored(scale[..., None], dtype), _stored(bias[..., None], dtype)
     best = (mx.full(scale.shape, mx.inf), scale, bias)
     for _ in range(_REFINEMENTS + 1):
-        scale, bias = _stored(scale, dtype), _stored(bias, dtype)
         levels = _levels(x, scale, bias, how.bits)
         error = mx.square(levels * scale + bias - x).sum(-1, keepdims=True)
         better = error < best[0]
         best = (mx.minimum(error, best[0]), mx.where(better, scale, best[1]), mx.where(better, bias, best[2]))
-        scale, bias = _least_squares(x, levels)
+        scale, bias = (_stored(fitted, dtype) for fitted in _least_squares(x, levels))
     _, scale, bias = best
     levels = _levels(x, scale, bias, how.bits).astype(mx.uint32).reshape(rows, -1, 32 // how.bits)
     packed = (levels << (mx.arange(32 // how.bits, dtype=mx.uint32) * how.bits)).sum(-1)
@@ -133,7 +147,7 @@ def _stored(x: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def _levels(x: mx.array, scale: mx.array, bias: mx.array, bits: int) -> mx.array:
-    # A group of equal weights has scale 0: every level is the bias then, and 0 is as good as any.
+    # The fit of a group with one level has scale 0: every level is the bias then, and 0 is as good as any.
     return mx.clip(mx.round((x - bias) / mx.where(scale == 0, 1, scale)), 0, 2**bits - 1)
 
 

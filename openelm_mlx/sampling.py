@@ -5,13 +5,18 @@ Filters are applied in llama.cpp's order, on the distribution before temperature
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from openelm_mlx.errors import OpenELMError
+
+_TINY = 1e-30
+"""As good as zero, and still a float32 (as its inverse is)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +30,7 @@ class Sampling:
     temperature: float = 0.0
     """0 takes the most likely token; above, logits are divided by it and sampled."""
     top_k: int = 0
-    """Only the k most likely tokens; 0 is off."""
+    """Only the k most likely tokens, and those exactly as likely as the last of them; 0 is off."""
     top_p: float = 1.0
     """Only the smallest set of tokens whose probabilities reach p (the token that crosses p included); 1 is off."""
     min_p: float = 0.0
@@ -38,20 +43,21 @@ class Sampling:
     """Makes sampling repeatable; None takes a new one each time."""
 
     def __post_init__(self) -> None:
-        _require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1 (off)")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 (off) to 1")
-        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0; 1 is off")
-        _require(
-            self.repetition_context_size >= 1, "repetition_context_size", self.repetition_context_size, "1 or more"
-        )
-        _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "a whole number from 0 to 2**64 - 1")
+        self._require("temperature", "a number, 0 or more", lambda x: 0 <= x < math.inf)
+        self._require("top_k", "a whole number, 0 (off) or more", lambda x: x >= 0, int)
+        self._require("top_p", "above 0 and at most 1 (off)", lambda x: 0 < x <= 1)
+        self._require("min_p", "from 0 (off) to 1", lambda x: 0 <= x <= 1)
+        self._require("repetition_penalty", "from 0.001 to 1000 (1 is off)", lambda x: 0.001 <= x <= 1000)
+        self._require("repetition_context_size", "a whole number, 1 or more", lambda x: x >= 1, int)
+        if self.seed is not None:
+            self._require("seed", "a whole number from 0 to 2**64 - 1", lambda x: 0 <= x < 2**64, int)
 
-
-def _require(ok: bool, name: str, value: object, range_: str) -> None:
-    if not ok:
-        raise OpenELMError(f"{name} must be {range_}, not {value}")
+    def _require(
+        self, name: str, range_: str, ok: Callable[[Any], bool], kind: type | tuple[type, ...] = (int, float)
+    ) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, kind) or not ok(value):
+            raise OpenELMError(f"{name} must be {range_}, not {value!r}")
 
 
 class Sampler:
@@ -84,10 +90,16 @@ class Sampler:
             token = logprobs.argmax(-1)
         else:
             self._key, key = mx.random.split(self._key)
-            token = mx.random.categorical(keep_likely(logprobs, how) / how.temperature, key=key)
+            token = mx.random.categorical(heat(keep_likely(logprobs, how), how.temperature), key=key)
         if how.repetition_penalty != 1.0:
             self._recent = mx.concatenate([self._recent, token.astype(mx.int32)])[-how.repetition_context_size :]
         return token, logprobs
+
+
+def heat(logprobs: mx.array, temperature: float) -> mx.array:
+    """Divide ``(1, V)`` log-probabilities by a temperature above 0."""
+    # Within float32, where an extreme temperature would make every token -inf, or NaN.
+    return logprobs / min(max(temperature, _TINY), 1 / _TINY)
 
 
 def penalize(logits: mx.array, recent: mx.array, penalty: float) -> mx.array:
@@ -107,8 +119,8 @@ def keep_likely(logprobs: mx.array, how: Sampling) -> mx.array:
     if how.top_p < 1:
         order = mx.argsort(-logprobs, axis=-1)
         probs = mx.softmax(mx.take_along_axis(logprobs, order, axis=-1), axis=-1)
-        before = mx.cumsum(probs, axis=-1) - probs  # mass of the more likely tokens
-        drop = mx.put_along_axis(mx.zeros_like(logprobs, mx.bool_), order, before >= how.top_p, axis=-1)
+        before = mx.cumsum(probs, axis=-1, inclusive=False)  # mass of the more likely tokens
+        drop = mx.put_along_axis(mx.zeros_like(logprobs, mx.bool_), order, before >= max(how.top_p, _TINY), axis=-1)
         logprobs = mx.where(drop, -mx.inf, logprobs)
     if how.min_p > 0:
         least = logprobs.max(-1, keepdims=True) + mx.log(mx.array(how.min_p))

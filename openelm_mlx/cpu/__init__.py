@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -20,16 +22,17 @@ def unpack(model: nn.Module) -> None:
 
     MLX's packed matrix product is hundreds of times slower on a CPU than a float32 one through a good BLAS.
     """
-    for path, layer in model.named_modules():
-        if isinstance(layer, _PACKED):
-            plain = dequantized(layer, mx.float32)
-            mx.eval(plain.parameters())
-            _replace(model, path, plain)
+    for path in [path for path, layer in model.named_modules() if isinstance(layer, _PACKED)]:
+        parent, name = _parent(model, path)
+        plain = dequantized(getattr(parent, name), mx.float32)
+        mx.eval(plain.parameters())
+        setattr(parent, name, plain)
 
 
-def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
-    parent: object = model
+def _parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that holds the one at `path`, and its name there."""
     *parents, last = path.split(".")
+    parent: Any = model
     for name in parents:
         parent = parent[int(name)] if isinstance(parent, list) else getattr(parent, name)
-    setattr(parent, last, layer)
+    return parent, last

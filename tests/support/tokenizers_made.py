@@ -71,3 +71,9 @@ def write_folder(folder: Path, **files: object) -> Path:
         else:
             (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+def byte_level_folder(folder: Path) -> Path:
+    """The byte-level tokenizer as files that transformers, and so mlx-lm, load."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    return write_folder(folder, tokenizer=byte_level_json(), tokenizer_config=config, config={"model_type": "openelm"})

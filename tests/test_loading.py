@@ -1,0 +1,439 @@
+"""Loading: every kind of folder gives the same model, dtypes follow the rules, memory is asked for first."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from safetensors.numpy import load_file, save_file
+
+from openelm_mlx import cpu, device
+from openelm_mlx.config import OpenELMConfig
+from openelm_mlx.dtypes import parse_dtype
+from openelm_mlx.errors import CheckpointError, ConfigError, OpenELMError
+from openelm_mlx.generation import generate_tokens
+from openelm_mlx.loading import (
+    TooLargeError,
+    kv_bytes_per_token,
+    load,
+    load_model,
+    memory_needed,
+    require_memory,
+)
+from openelm_mlx.model import OpenELM
+from tests.support.models import converted_folder, golden_config, golden_model, greedy_reference, hf_folder
+from tests.support.tokenizers_made import byte_level_folder
+from tests.support.torch_writer import save_torch
+
+PROMPT = [3, 141, 59, 26, 53, 58, 97]
+CPU = device.backend() == "cpu"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A converted folder a precision; read only."""
+    root = tmp_path_factory.mktemp("models")
+    with pytest.warns(UserWarning, match="float16"):
+        made = {"fp16": converted_folder(root / "fp16", "fp16")}
+    return made | {p: converted_folder(root / p, p) for p in ("fp32", "bf16", "4bit", "8bit")}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """An unconverted folder that a test may change."""
+    return hf_folder(tmp_path / "source")
+
+
+def parameters(model: nn.Module) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))
+
+
+def dtypes(model: nn.Module) -> set[mx.Dtype]:
+    return {p.dtype for p in parameters(model).values()}
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    pa, pb = parameters(a), parameters(b)
+    return pa.keys() == pb.keys() and all(mx.array_equal(pa[n], pb[n]).item() for n in pa)
+
+
+def packed_layers(model: nn.Module) -> int:
+    return sum(isinstance(m, (nn.QuantizedLinear, nn.QuantizedEmbedding)) for m in model.modules())
+
+
+class TestDtypes:
+    @pytest.fixture
+    def on_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "backend", lambda: "cuda")
+
+    @pytest.mark.skipif(not CPU, reason="a rule of the CPU backend")
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "4bit"])
+    def test_a_cpu_computes_in_float32(self, folders: dict[str, Path], precision: str) -> None:
+        assert dtypes(load_model(folders[precision])) == {mx.float32}
+
+    @pytest.mark.usefixtures("on_gpu")
+    @pytest.mark.parametrize(
+        ("precision", "expected"), [("fp32", mx.float32), ("bf16", mx.bfloat16), ("4bit", mx.bfloat16)]
+    )
+    def test_elsewhere_what_is_stored(self, folders: dict[str, Path], precision: str, expected: mx.Dtype) -> None:
+        assert dtypes(load_model(folders[precision])) - {mx.uint32} == {expected}
+
+    @pytest.mark.usefixtures("on_gpu")
+    def test_an_unconverted_checkpoint_becomes_bfloat16(self, source: Path) -> None:
+        assert dtypes(load_model(source)) == {mx.bfloat16}
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "bf16", mx.bfloat16, "float32", "fp32", mx.float32])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "4bit"])
+    def test_what_is_asked_for(self, folders: dict[str, Path], precision: str, dtype: Any) -> None:
+        assert dtypes(load_model(folders[precision], dtype=dtype)) - {mx.uint32} == {parse_dtype(dtype)}
+
+    def test_packed_layers_stay_packed_in_16_bits(self, folders: dict[str, Path]) -> None:
+        model = load_model(folders["4bit"], dtype="bf16")
+        assert packed_layers(model) == 4 * 4 + 1
+        assert mx.isfinite(model(mx.array([PROMPT]))).all()
+
+    @pytest.mark.parametrize("dtype", ["int4", "float64", "", mx.int32, mx.uint32, mx.complex64])
+    def test_unknown_ones(self, folders: dict[str, Path], dtype: Any) -> None:
+        with pytest.raises(OpenELMError, match=r"cannot hold a model; use one of bf16, bfloat16"):
+            load_model(folders["fp32"], dtype=dtype)
+
+    def test_float16_is_warned_about(self, folders: dict[str, Path]) -> None:
+        with pytest.warns(UserWarning, match="prefer bf16 for computing"):
+            model = load_model(folders["fp32"], dtype="float16")
+        assert dtypes(model) == {mx.float16}
+
+    @pytest.mark.usefixtures("on_gpu")
+    def test_float16_that_is_stored_is_warned_about(self, folders: dict[str, Path]) -> None:
+        with pytest.warns(UserWarning, match="prefer bf16 for computing"):
+            assert dtypes(load_model(folders["fp16"])) == {mx.float16}
+
+    @staticmethod
+    def wide(folder: Path, dtype: Any) -> Path:
+        """One layer as wide as the 3B's, stored in `dtype`."""
+        config = OpenELMConfig(
+            model_dim=3072,
+            num_transformer_layers=1,
+            head_dim=2,
+            num_query_heads=(1,),
+            num_kv_heads=(1,),
+            ffn_multipliers=0.001,
+            ffn_dim_divisor=1,
+            vocab_size=4,
+            share_input_output_layers=True,
+        )
+        folder.mkdir()
+        tensors = {n: p.astype(dtype) for n, p in parameters(OpenELM(config)).items()}
+        mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+        (folder / "config.json").write_text(json.dumps({**config.to_dict(), "openelm_mlx": {}}))
+        return folder
+
+    def test_float16_is_refused_at_the_3bs_width(self, tmp_path: Path) -> None:
+        folder = self.wide(tmp_path / "wide", mx.bfloat16)
+        with pytest.raises(OpenELMError, match=r"width 3072 \(OpenELM-3B\) in float16 overflows.*Use bf16"):
+            load_model(folder, dtype="fp16")
+        load_model(folder, dtype="bf16")
+
+    @pytest.mark.usefixtures("on_gpu")
+    def test_float16_that_is_stored_is_refused_at_the_3bs_width(self, tmp_path: Path) -> None:
+        folder = self.wide(tmp_path / "wide", mx.float16)
+        with pytest.raises(OpenELMError, match=r"width 3072 \(OpenELM-3B\) in float16 overflows"):
+            load_model(folder)
+        load_model(folder, dtype="bf16")
+
+
+class TestUnconverted:
+    """Hugging Face's layouts, as they are: each gives the golden weights."""
+
+    @staticmethod
+    def tensors(source: Path) -> dict[str, Any]:
+        return dict(load_file(source / "model.safetensors"))
+
+    @staticmethod
+    def check(source: Path) -> None:
+        assert equal(load_model(source, dtype="float32"), golden_model("tiny-tied"))
+
+    def shards(self, source: Path, suffix: str) -> None:
+        tensors, stem = self.tensors(source), "model" if suffix == "safetensors" else "pytorch_model"
+        (source / "model.safetensors").unlink()
+        names = sorted(tensors)
+        weight_map: dict[str, str] = {}
+        for number, part in enumerate((names[:9], names[9:10], names[10:]), 1):
+            file = f"{stem}-{number:05d}-of-00003.{suffix}"
+            if suffix == "safetensors":
+                save_file({n: tensors[n] for n in part}, source / file)
+            else:
+                save_torch(OrderedDict((n, tensors[n]) for n in part), source / file)
+            weight_map |= dict.fromkeys(part, file)
+        index = {"metadata": {}, "weight_map": weight_map}
+        (source / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+
+    def test_safetensors(self, source: Path) -> None:
+        self.check(source)
+
+    @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+    def test_shards(self, source: Path, suffix: str) -> None:
+        self.shards(source, suffix)
+        self.check(source)
+
+    def test_a_missing_shard(self, source: Path) -> None:
+        self.shards(source, "bin")
+        (source / "pytorch_model-00002-of-00003.bin").unlink()
+        with pytest.raises(CheckpointError, match=r"missing of 3 weight files: pytorch_model-00002-of-00003\.bin"):
+            load_model(source)
+
+    @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+    def test_torch_whatever_the_file_is_called(self, source: Path, name: str) -> None:
+        tensors = self.tensors(source)
+        (source / "model.safetensors").unlink()
+        save_torch(OrderedDict(tensors), source / name)
+        self.check(source)
+
+    def test_safetensors_that_are_called_bin(self, source: Path) -> None:
+        (source / "model.safetensors").rename(source / "pytorch_model.bin")
+        self.check(source)
+
+    def test_float64(self, source: Path) -> None:
+        tensors = {n: t.astype(np.float64) for n, t in self.tensors(source).items()}
+        save_file(tensors, source / "model.safetensors")
+        self.check(source)
+
+    def test_it_generates(self, source: Path) -> None:
+        tokens = list(generate_tokens(load_model(source, dtype="float32"), PROMPT, 8, eos_token_ids=()))
+        assert tokens == greedy_reference(golden_model("tiny-tied"), PROMPT, 8)
+
+
+class TestMisfits:
+    def test_all_are_listed(self, source: Path) -> None:
+        tensors = TestUnconverted.tensors(source)
+        del tensors["transformer.norm.weight"], tensors["transformer.layers.3.attn.q_norm.weight"]
+        tensors["lm_head.weight"] = np.zeros((2, 2), np.float32)
+        tensors["transformer.layers.0.ffn.proj_1.bias"] = np.zeros(2, np.float32)
+        tensors["transformer.layers.1.ffn_norm.weight"] = np.zeros(7, np.float32)
+        save_file(tensors, source / "model.safetensors")
+        with pytest.raises(CheckpointError) as e:
+            load_model(source)
+        found = [line.split(": ", 1) for line in str(e.value).splitlines()]
+        assert [(kind, sorted(names.split("; "))) for kind, names in found] == [
+            (str(source), ["the tensors do not fit the config"]),
+            ("  missing (2)", ["transformer.layers.3.attn.q_norm.weight", "transformer.norm.weight"]),
+            ("  unexpected (2)", ["lm_head.weight", "transformer.layers.0.ffn.proj_1.bias"]),
+            ("  wrong shape (1)", ["transformer.layers.1.ffn_norm.weight is (7,), not (128,)"]),
+        ]
+
+    def test_packed_weights_without_their_config(self, folders: dict[str, Path], tmp_path: Path) -> None:
+        config = json.loads((folders["4bit"] / "config.json").read_text())
+        del config["quantization"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").symlink_to(folders["4bit"] / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"unexpected \(34\): .*\.scales"):
+            load_model(tmp_path)
+
+    def test_a_scale_that_is_missing(self, folders: dict[str, Path], tmp_path: Path) -> None:
+        tensors = dict(mx.load(str(folders["4bit"] / "model.safetensors")))  # type: ignore[arg-type]
+        del tensors["transformer.layers.0.ffn.proj_1.scales"]
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
+        (tmp_path / "config.json").write_bytes((folders["4bit"] / "config.json").read_bytes())
+        with pytest.raises(CheckpointError, match=r"unexpected \(1\): transformer.layers.0.ffn.proj_1.biases"):
+            load_model(tmp_path)
+
+
+class TestWrongPlaces:
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+            load_model(tmp_path / "nowhere")
+        with pytest.raises(OpenELMError, match="nowhere"):
+            load(tmp_path / "nowhere")
+
+    def test_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "m.pt").write_bytes(b"x")
+        for call in (load_model, load):
+            with pytest.raises(
+                CheckpointError, match=r"m.pt: is a file, not a model folder; convert it first: openelm"
+            ):
+                call(tmp_path / "m.pt")
+
+    def test_no_config(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match=r"no config.json, so no model folder"):
+            load_model(tmp_path)
+
+    @pytest.mark.parametrize("text", ["{", "[]", "3", ""])
+    def test_a_config_that_is_none(self, source: Path, text: str) -> None:
+        (source / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"config.json: "):
+            load_model(source)
+
+    def test_no_weights(self, source: Path) -> None:
+        (source / "model.safetensors").unlink()
+        with pytest.raises(CheckpointError, match=r"no weights found .*config.json"):
+            load_model(source)
+
+
+class TestLoad:
+    def test_with_and_without_a_tokenizer(self, folders: dict[str, Path], tmp_path: Path) -> None:
+        model, tokenizer = load(str(folders["fp32"]))
+        assert isinstance(model, OpenELM)
+        assert tokenizer is None
+        made = converted_folder(tmp_path / "m", tokenizer=byte_level_folder(tmp_path / "tokenizer"))
+        _, tokenizer = load(made)
+        assert tokenizer is not None
+        assert tokenizer.decode(tokenizer.encode("hi there")) == "hi there"
+
+    def test_the_same_as_load_model(self, folders: dict[str, Path]) -> None:
+        assert equal(load(folders["bf16"], dtype="bf16")[0], load_model(folders["bf16"], dtype="bf16"))
+
+    def test_it_is_ready_to_run(self, folders: dict[str, Path]) -> None:
+        assert not load_model(folders["fp32"]).training
+
+
+@pytest.mark.skipif(not CPU, reason="the CPU backend unpacks")
+class TestUnpacking:
+    @pytest.mark.parametrize("precision", ["4bit", "8bit"])
+    def test_same_values(self, folders: dict[str, Path], precision: str) -> None:
+        model = load_model(folders[precision])
+        stored = dict(mx.load(str(folders[precision] / "model.safetensors")))  # type: ignore[arg-type]
+        assert packed_layers(model) == 0
+        for path in (p.removesuffix(".scales") for p in stored if p.endswith(".scales")):
+            scales, biases = (stored[f"{path}.{n}"].astype(mx.float32) for n in ("scales", "biases"))
+            expected = mx.dequantize(stored[f"{path}.weight"], scales, biases, 32, int(precision[0]))
+            assert mx.array_equal(parameters(model)[f"{path}.weight"], expected)
+
+    def test_no_room_keeps_them_packed(self, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        unpacked = load_model(folders["4bit"])
+        total = sum(p.nbytes for p in parameters(unpacked).values())
+        stored = (folders["4bit"] / "model.safetensors").stat().st_size
+        monkeypatch.setattr(device, "memory", lambda: device.Memory(total, "a test"))
+        packed = load_model(folders["4bit"])
+        assert packed_layers(packed) == 17
+        monkeypatch.setattr(device, "memory", lambda: device.Memory(total + stored, "a test"))
+        assert packed_layers(load_model(folders["4bit"])) == 0
+        monkeypatch.setattr(device, "memory", lambda: None)
+        assert packed_layers(load_model(folders["4bit"])) == 0
+        ids = mx.array([PROMPT])
+        assert mx.abs(packed(ids) - unpacked(ids)).max() < 1e-4
+        assert greedy_reference(packed, PROMPT, 10) == greedy_reference(unpacked, PROMPT, 10)
+
+    def test_bytes_foretold(self, folders: dict[str, Path]) -> None:
+        packed = load_model(folders["4bit"], dtype="bf16")
+        layers = {n.removesuffix(".scales") for n in parameters(packed) if n.endswith(".scales")}
+        plain = parameters(load_model(folders["4bit"]))
+        assert cpu.float32_bytes(packed) == sum(plain[f"{path}.weight"].nbytes for path in layers)
+
+
+class TestMemory:
+    def test_needed_by_hand(self, folders: dict[str, Path]) -> None:
+        config = golden_config("tiny-tied")
+        parameters_, window = 681344, 2048
+        kv_heads = 1 + 2 + 2 + 2
+        assert kv_bytes_per_token(config, 4) == 2 * kv_heads * 32 * 4
+        for dtype, item in (("fp32", 4), ("bf16", 2)):
+            needed = parameters_ * item + 2 * kv_heads * 32 * item * window
+            assert memory_needed(folders["fp32"], dtype) == memory_needed(folders["bf16"], dtype) == needed
+
+    def test_packed_layers_count_as_packed(self, folders: dict[str, Path]) -> None:
+        cache = kv_bytes_per_token(golden_config("tiny-tied"), 2) * 2048
+        stored = dict(mx.load(str(folders["4bit"] / "model.safetensors")))  # type: ignore[arg-type]
+        assert memory_needed(folders["4bit"], "bf16") == sum(t.nbytes for t in stored.values()) + cache
+
+    def test_by_default_in_the_dtype_that_loading_takes(
+        self, source: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if CPU:
+            assert memory_needed(folders["bf16"]) == memory_needed(folders["bf16"], "fp32")
+        monkeypatch.setattr(device, "backend", lambda: "metal")
+        assert memory_needed(folders["bf16"]) == memory_needed(folders["bf16"], "bf16")
+        assert memory_needed(folders["fp32"]) == memory_needed(folders["fp32"], "fp32")
+        assert memory_needed(source) == memory_needed(source, "bf16")  # float32 on disk, cast when loaded
+
+    def test_refused_with_both_figures(self, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        needed = memory_needed(folders["bf16"], "bf16")
+        monkeypatch.setattr(device, "memory", lambda: device.Memory(needed - 1, "what a test allows"))
+        with pytest.raises(TooLargeError) as e:
+            require_memory(folders["bf16"], "bf16")
+        figures = (f"{needed / 1e9:.2f} GB to run", f"{(needed - 1) / 1e9:.2f} GB (what a test allows)", "--force")
+        assert all(figure in str(e.value) for figure in figures)
+        monkeypatch.setattr(device, "memory", lambda: device.Memory(needed, "what a test allows"))
+        require_memory(folders["bf16"], "bf16")
+        monkeypatch.setattr(device, "memory", lambda: None)
+        require_memory(folders["bf16"], "bf16")
+
+
+class TestPeakMemory:
+    """Of a model of some 60 MB in float32, whose largest tensor is a small part of it."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def config(cls) -> OpenELMConfig:
+        return OpenELMConfig(
+            model_dim=512,
+            num_transformer_layers=8,
+            head_dim=64,
+            num_query_heads=(8,) * 8,
+            num_kv_heads=(2,) * 8,
+            ffn_multipliers=2.0,
+            vocab_size=1000,
+            share_input_output_layers=True,
+        )
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def made(cls, config: OpenELMConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+        from openelm_mlx.convert.job import convert
+
+        root = tmp_path_factory.mktemp("large")
+        tensors = {n: np.asarray(p) for n, p in parameters(OpenELM(config)).items()}
+        for name in ("safetensors", "bin"):
+            (root / name).mkdir()
+            (root / name / "config.json").write_text(json.dumps(config.to_dict()))
+        save_file(tensors, root / "safetensors" / "model.safetensors")
+        save_torch(OrderedDict(tensors), root / "bin" / "pytorch_model.bin")
+        made = {name: root / name for name in ("safetensors", "bin")}
+        for precision in ("bf16", "4bit"):
+            made[precision] = convert(
+                root / "safetensors", root / precision, precision=precision, tokenizer="none"
+            ).folder
+        return made
+
+    @pytest.mark.parametrize(
+        ("kind", "dtype"),
+        [
+            ("safetensors", "bf16"),
+            ("safetensors", "fp32"),
+            ("bf16", "fp32"),
+            ("bf16", "bf16"),
+            ("4bit", "fp32"),
+            ("4bit", "bf16"),
+            ("bin", "bf16"),
+            ("bin", "fp32"),
+        ],
+    )
+    def test_never_two_copies(self, made: dict[str, Path], kind: str, dtype: str) -> None:
+        held, peak, size, largest = self.measure(made[kind], dtype)
+        assert held >= size  # nothing is left for later
+        packed = 0.15 * size if kind == "4bit" else 0
+        assert peak < size + packed + 3 * largest, f"{peak / 1e6:.1f} MB for {size / 1e6:.1f} MB"
+
+    @staticmethod
+    def measure(folder: Path, dtype: str) -> tuple[int, int, int, int]:
+        """Bytes held after loading, peak while loading, bytes of the model, and of its largest tensor in float32."""
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        model = load_model(folder, dtype=dtype)
+        held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
+        sizes = [p.nbytes for p in parameters(model).values()]
+        return held, peak, sum(sizes), max(p.size for p in parameters(model).values()) * 4
+
+
+def test_end_of_sequence_ids_are_those_of_both_configs(source: Path) -> None:
+    (source / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert load_model(source).config.eos_token_ids == (2, 7)
+    (source / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(OpenELMError, match="eos_token_id"):
+        load_model(source)
