@@ -76,10 +76,16 @@ def resolve(
     return _download(name, revision=revision, weights=weights, quiet=quiet)
 
 
-def find_tokenizer(report: Callable[[str], None]) -> tuple[Path, str] | None:
+def find_tokenizer(
+    report: Callable[[str], None], objection: Callable[[Path], str | None] = lambda folder: None
+) -> tuple[Path, str] | None:
     """The first of :data:`TOKENIZER_SOURCES` that can be had: its folder and its name; None when there is none.
 
-    Only tokenizer and config files are downloaded. ``report`` gets one line a try.
+    Only tokenizer and config files are downloaded.
+
+    Args:
+        report: gets one line a try.
+        objection: says, in a few words, why a folder's tokenizer will not do; None when it will.
     """
     for name in TOKENIZER_SOURCES:
         try:
@@ -89,6 +95,9 @@ def find_tokenizer(report: Callable[[str], None]) -> tuple[Path, str] | None:
             continue
         if not any((folder / file).is_file() for file in ("tokenizer.model", "tokenizer.json")):
             report(f"tokenizer: {name} holds no tokenizer")
+            continue
+        if (why := objection(folder)) is not None:
+            report(f"tokenizer: {name} will not do ({why})")
             continue
         report(f"tokenizer: taken from {name}")
         return folder, name
