@@ -45,14 +45,17 @@ def convert(
     from openelm_mlx.convert.job import Progress as Listener
     from openelm_mlx.convert.job import convert as run
 
-    console = Console(stderr=True, quiet=quiet, soft_wrap=True, highlight=False)
+    console = Console(stderr=True, quiet=quiet, soft_wrap=True, highlight=False, emoji=False)
     columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("converting", total=None, visible=False)
-        listener = Listener(
-            say=lambda line: console.print(line, markup=False),
-            bytes_read=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
-        )
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("converting", total=None)
+
+    def show(done: int, total: int) -> None:
+        if console.is_interactive:
+            bar.start()  # not before: it would hide the bars of a download
+        bar.update(task, completed=done, total=total)
+
+    try:
         result = run(
             source,
             out,
@@ -64,8 +67,11 @@ def convert(
             keep_padding_rows=keep_padding_rows,
             verify_logits=verify,
             force=force,
-            progress=listener,
+            progress=Listener(say=lambda line: console.print(line, markup=False), bytes_read=show),
         )
+    finally:
+        if bar.live.is_started:
+            bar.stop()
     if not quiet:
         print(_summary(result))
     if result.verification:

@@ -6,19 +6,21 @@ import dataclasses
 import hashlib
 import shutil
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from openelm_mlx import hub
-from openelm_mlx.atomic import OutputError, new_folder
+from openelm_mlx.atomic import OutputError, check_output, new_folder
 from openelm_mlx.checkpoint import PROVENANCE, read_json
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.convert.precision import (
     DEFAULT_GROUP_SIZE,
     DEFAULT_PRECISION,
     Precision,
+    check_precision,
     converted,
     plan_precision,
     specs,
@@ -28,6 +30,7 @@ from openelm_mlx.convert.tokenizers import Found, find_tokenizer
 from openelm_mlx.convert.verify import Verification, require_memory_to_verify, verify
 from openelm_mlx.dtypes import dtype_name
 from openelm_mlx.errors import CheckpointError, ConfigError
+from openelm_mlx.layer_paths import grouped
 from openelm_mlx.version import __version__
 from openelm_mlx.writer import TensorSpec, write_json, write_weights
 
@@ -90,17 +93,22 @@ def convert(
     Raises:
         OpenELMError: nothing was converted and nothing written; the message says why.
     """
-    opened = open_source(hub.resolve(source, revision=revision), Path(config).expanduser() if config else None)
+    out = Path(out).expanduser()
+    check_precision(precision, group_size)
+    check_output(out, force=force, ours=is_ours)  # now, not after the download of a source
+    place = hub.resolve(source, revision=revision)
+    _require_apart(place, out)
+    opened = open_source(place, Path(config).expanduser() if config else None)
     plan = plan_precision(opened.config, precision, group_size)
     if verify_logits:
         require_memory_to_verify(opened)
     found = find_tokenizer(opened.folder, tokenizer, progress.say)
     shapes, target = _without_padding(opened, found, keep_padding_rows, progress.say)
-    for path in plan.kept:
-        progress.say(f"kept in full precision: {path} (its width is no multiple of group size {group_size})")
+    for layers in grouped(plan.kept):
+        progress.say(f"kept in full precision: {layers} (width is no multiple of group size {group_size})")
     written = list(specs(shapes, plan))
-    _require_room(Path(out), written)
-    with new_folder(Path(out).expanduser(), force=force, ours=is_ours) as folder:
+    _require_room(out, written)
+    with new_folder(out, force=force, ours=is_ours) as folder:
         hashes = _write(folder, opened, shapes, plan, written, progress)
         provenance = {
             "tool_version": __version__,
@@ -113,8 +121,8 @@ def convert(
         write_json(folder / "config.json", _config_json(target, plan, provenance))
         _write_tokenizer(folder, opened, found)
     nbytes = sum(s.nbytes for s in written)
-    checked = verify(opened, Path(out), found.tokenizer if found else None) if verify_logits else None
-    return Result(Path(out), target, plan, nbytes, checked)
+    checked = verify(opened, out, found.tokenizer if found else None) if verify_logits else None
+    return Result(out, target, plan, nbytes, checked)
 
 
 def is_ours(folder: Path) -> bool:
@@ -139,21 +147,22 @@ def _write(
         progress.bytes_read(done, total)
 
     progress.bytes_read(0, total)
+    stop = Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
-        hashes: dict[str, Future[str]] = {p.name: pool.submit(sha256, p) for p in source.files}
+        hashes = {p.name: pool.submit(sha256, p, stop) for p in source.files}
         try:
             write_weights(folder, written, converted(source.tensors, shapes, plan, count))
+            return {name: future.result() for name, future in hashes.items()}
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            stop.set()  # leaving the pool waits for its thread
             raise
-        return {name: future.result() for name, future in hashes.items()}
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+def sha256(path: Path, stop: Event) -> str:
+    """Hex digest of a file's bytes; of those read so far once `stop` is set."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as f:
-        while chunk := f.read(1 << 22):
+        while not stop.is_set() and (chunk := f.read(1 << 22)):
             digest.update(chunk)
     return digest.hexdigest()
 
@@ -195,9 +204,16 @@ def _write_tokenizer(folder: Path, source: Source, found: Found | None) -> None:
         shutil.copyfile(generation, folder / generation.name)
 
 
+def _require_apart(source: Path, out: Path) -> None:
+    """Refuse an output folder that is, or holds, the source: replacing it would delete what is being read."""
+    place = source.resolve()
+    if out.resolve() in (place, *place.parents) and out.exists():
+        raise OutputError(f"{out}: holds the source itself, which replacing it would delete; name another folder")
+
+
 def _require_room(out: Path, written: Iterable[TensorSpec]) -> None:
     """Say that the disk is too small before an hour of work, not after it."""
     needed = sum(s.nbytes for s in written)
-    place = next((p for p in (out, *out.absolute().parents) if p.exists()), None)
-    if place and (free := shutil.disk_usage(place).free) < needed:
-        raise OutputError(f"{out}: needs {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB free")
+    place = next(p for p in (out, *out.absolute().parents) if p.exists())
+    if (free := shutil.disk_usage(place).free) < needed:
+        raise OutputError(f"{out}: needs {needed / 1e6:,.1f} MB, and the disk has {free / 1e6:,.1f} MB free")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
 from openelm_mlx.config import OpenELMConfig
-from openelm_mlx.errors import OpenELMError
+from openelm_mlx.errors import CheckpointError, OpenELMError
 from openelm_mlx.loading import check_float16
 from openelm_mlx.model import OpenELM
 from openelm_mlx.quantize import Plan, Quantization, plan_to_config, quantize_weight, uniform_plan
@@ -20,6 +20,9 @@ PRECISIONS = ("bf16", "fp16", "fp32", "4bit", "8bit")
 GROUP_SIZES = (32, 64, 128)
 DEFAULT_PRECISION = "bf16"
 DEFAULT_GROUP_SIZE = 64
+
+_BLOCK = 1 << 22
+"""Elements of a tensor that are converted at a time."""
 
 _DTYPES = {"bf16": mx.bfloat16, "fp16": mx.float16, "fp32": mx.float32}
 
@@ -43,20 +46,29 @@ class Precision:
         return plan_to_config(self.layers, self.default) if self.default else None
 
 
+def check_precision(name: str, group_size: int) -> None:
+    """Refuse a name or a group size that is not known.
+
+    Raises:
+        OpenELMError: with the ones that are.
+    """
+    if name not in PRECISIONS:
+        raise OpenELMError(f"precision {name!r} is not known; use one of {', '.join(PRECISIONS)}")
+    if group_size not in GROUP_SIZES:
+        raise OpenELMError(f"group size {group_size} is not known; use one of {', '.join(map(str, GROUP_SIZES))}")
+
+
 def plan_precision(config: OpenELMConfig, name: str, group_size: int) -> Precision:
     """The plan for one of :data:`PRECISIONS`.
 
     Raises:
         OpenELMError: an unknown name or group size, float16 for the 3B, or a group size that divides no layer.
     """
+    check_precision(name, group_size)
     if name in _DTYPES:
         if name == "fp16":
             check_float16(config, "storing")
         return Precision(name, _DTYPES[name], None, {})
-    if name not in PRECISIONS:
-        raise OpenELMError(f"precision {name!r} is not known; use one of {', '.join(PRECISIONS)}")
-    if group_size not in GROUP_SIZES:
-        raise OpenELMError(f"group size {group_size} is not known; use one of {', '.join(map(str, GROUP_SIZES))}")
     default = Quantization(int(name.removesuffix("bit")), group_size)
     layers = uniform_plan(OpenELM(config), default)
     if not any(layers.values()):
@@ -92,12 +104,35 @@ def converted(
     `shapes` may have fewer rows than the source (dropped padding). `read` is told the bytes of each source tensor.
     """
     for name, tensor in tensors.items():
-        x = tensor.read()[: shapes[name][0]]
         q = precision.layers.get(name.removesuffix(".weight"))
-        if q is None:
-            yield x.astype(precision.dtype)
-        else:
-            yield from quantize_weight(x, q, precision.dtype)
-        del x
+        parts = []
+        for start, block in _blocks(tensor, shapes[name][0]):
+            try:
+                parts.append(_convert(block, q, precision))
+            except CheckpointError as e:
+                raise CheckpointError(f"tensor {name}, from row {start} on: {e}") from None
+        yield from (p[0] if len(p) == 1 else mx.concatenate(list(p)) for p in zip(*parts, strict=True))
+        del parts
         read(tensor.nbytes)
         mx.clear_cache()
+
+
+def _blocks(tensor: RawTensor, rows: int) -> Iterator[tuple[int, mx.array]]:
+    """The first `rows` rows, some at a time: a large tensor is never in memory whole in its source's precision."""
+    row = tensor.size // tensor.shape[0]
+    step = max(1, _BLOCK // row)
+    stride = tensor.strides[0] if tensor.strides else row
+    for start in range(0, rows, step):
+        shape = (min(step, rows - start), *tensor.shape[1:])
+        yield start, replace(tensor, offset=tensor.offset + start * stride * tensor.itemsize, shape=shape).read()
+
+
+def _convert(x: mx.array, q: Quantization | None, precision: Precision) -> tuple[mx.array, ...]:
+    if q is not None:
+        arrays = quantize_weight(x, q, precision.dtype)
+        mx.eval(arrays)
+        return arrays
+    y = x.astype(precision.dtype)
+    if bool(mx.isinf(y).any()) and not bool(mx.isinf(x).any()):
+        raise CheckpointError(f"it has values that {precision.name} cannot hold; use --precision bf16 or fp32")
+    return (y,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp
 from pathlib import Path
 
 import mlx.core as mx
@@ -81,9 +80,14 @@ def compare(before: mx.array, after: mx.array, ids: list[int]) -> Verification:
         mean_difference=float(difference.mean()),
         mean_kl=float((mx.exp(p) * (p - q)).sum(-1).mean()),
         top1_agreement=float((before.argmax(-1) == after.argmax(-1)).mean()),
-        perplexity_before=exp(-float(mx.take_along_axis(p[:-1], targets, -1).mean())),
-        perplexity_after=exp(-float(mx.take_along_axis(q[:-1], targets, -1).mean())),
+        perplexity_before=_perplexity(p, targets),
+        perplexity_after=_perplexity(q, targets),
     )
+
+
+def _perplexity(logprobs: mx.array, targets: mx.array) -> float:
+    # MLX's exp, which is infinite where Python's fails.
+    return float(mx.exp(-mx.take_along_axis(logprobs[:-1], targets, -1).mean()))
 
 
 def _float32_model(source: Source) -> OpenELM:

@@ -12,13 +12,13 @@ from typing import Any
 
 from openelm_mlx.errors import CheckpointError, ConfigError
 from openelm_mlx.rawtensor import RawTensor
-from openelm_mlx.safetensorsfile import is_safetensors, read_safetensors
+from openelm_mlx.safetensorsfile import read_safetensors
 
 PROVENANCE = "openelm_mlx"
 """The key of config.json under which a conversion's own facts are kept."""
 
 _LISTED = 12
-"""Names listed of each kind of mismatch before the rest is counted."""
+"""File or tensor names that a message about something else gives as examples."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -35,10 +35,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model folder, safetensors preferred.
+    """The weight files of a model folder, safetensors preferred; none when it has none.
 
     Raises:
-        CheckpointError: there are none, or an index names one that is missing.
+        CheckpointError: an index is broken, or names a file that is missing.
     """
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         index = folder / f"{stem}{suffix}.index.json"
@@ -49,11 +49,27 @@ def weight_files(folder: Path) -> list[Path]:
             return [single]
         if found := sorted(folder.glob(f"{stem}*{suffix}")):
             return found
-    names = sorted(p.name for p in folder.iterdir())[:_LISTED]
-    raise CheckpointError(
-        f"{folder}: no weights found (expected model*.safetensors or pytorch_model*.bin; the folder has "
-        f"{', '.join(names) or 'nothing'})"
-    )
+    return []
+
+
+def some_files(folder: Path) -> str:
+    """The first names in a folder, for a message."""
+    try:
+        return some_names(p.name for p in folder.iterdir())
+    except OSError as e:
+        raise CheckpointError(f"{folder}: cannot be read: {e.strerror or e}") from None
+
+
+def some_names(names: Iterable[str]) -> str:
+    """The first of these names, for a message."""
+    names = sorted(names)
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(map(_shown, names[:_LISTED])) + more if names else "nothing"
+
+
+def _shown(name: str) -> str:
+    # A file may hold any name; one with control characters must not reach a terminal as it is.
+    return name if name.isprintable() else ascii(name)
 
 
 def _indexed_files(index: Path) -> list[Path]:
@@ -72,8 +88,14 @@ def _indexed_files(index: Path) -> list[Path]:
 
 def open_weights(folder: Path) -> dict[str, RawTensor]:
     """Every tensor of a model folder by name, as places in files; nothing is read yet."""
+    files = weight_files(folder)
+    if not files:
+        raise CheckpointError(
+            f"{folder}: no weights found (expected model*.safetensors or pytorch_model*.bin; the folder has "
+            f"{some_files(folder)})"
+        )
     tensors: dict[str, RawTensor] = {}
-    for path in weight_files(folder):
+    for path in files:
         for name, tensor in open_file(path).items():
             if name in tensors:
                 raise CheckpointError(f"{folder}: tensor {name!r} is in {tensors[name].path.name} and in {path.name}")
@@ -82,12 +104,25 @@ def open_weights(folder: Path) -> dict[str, RawTensor]:
 
 
 def open_file(path: Path) -> dict[str, RawTensor]:
-    """The tensors of one weight file, whatever its name says it is."""
-    if is_safetensors(path):
-        return read_safetensors(path)
-    from openelm_mlx.torchfile import find_state_dict, read_torch
+    """The tensors of one weight file, whatever its name says it is.
 
+    Raises:
+        CheckpointError: it is neither a safetensors file nor one that ``torch.save`` wrote, or it is damaged.
+    """
+    from openelm_mlx.torchfile import find_state_dict, read_torch, sniff
+
+    kind = sniff(path)
+    if kind == "safetensors":
+        return read_safetensors(path)
+    if kind in ("unknown", "empty"):
+        found = "an empty file" if kind == "empty" else f"bytes that are neither ({_beginning(path)!r} ...)"
+        raise CheckpointError(f"{path}: expected a safetensors or a PyTorch file (.pt, .bin); found {found}")
     return find_state_dict(read_torch(path), path)[0]
+
+
+def _beginning(path: Path) -> bytes:
+    with path.open("rb") as f:
+        return f.read(16)
 
 
 def check_names(
@@ -107,5 +142,5 @@ def check_names(
 
 
 def _listed(kind: str, names: Iterable[str]) -> list[str]:
-    names = list(names)
+    names = [_shown(n) for n in names]
     return [f"  {kind} ({len(names)}): " + "; ".join(names)] if names else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -52,7 +52,6 @@ def write_weights(
     arrays: Iterable[mx.array],
     *,
     limit: int = SHARD_BYTES,
-    wrote: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Write ``model.safetensors`` (or shards of at most `limit` bytes) and its index.
 
@@ -60,8 +59,7 @@ def write_weights(
         folder: where to.
         specs: what is going to be written, in order.
         arrays: the tensors in the same order; each is taken, written and let go before the next is taken.
-        limit: bytes of a shard.
-        wrote: called with the bytes of each tensor as it is written.
+        limit: bytes of a shard's tensors.
     """
     shards = plan_shards(specs, limit)
     tensors = iter(arrays)
@@ -72,9 +70,10 @@ def write_weights(
         with (folder / name).open("wb") as f:
             f.write(_header(shard))
             for spec in shard:
-                f.write(_bytes_of(spec, next(tensors)))
-                wrote(spec.nbytes)
+                f.write(_bytes_of(spec, next(tensors, None)))
             _to_disk(f)
+    if next(tensors, None) is not None:  # also lets a generator run to its end
+        raise AssertionError("more tensors than were planned")
     total = sum(spec.nbytes for shard in shards for spec in shard)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(folder / "model.safetensors.index.json", index)
@@ -99,10 +98,12 @@ def _header(shard: list[TensorSpec]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _bytes_of(spec: TensorSpec, array: mx.array) -> memoryview:
+def _bytes_of(spec: TensorSpec, array: mx.array | None) -> memoryview:
+    if array is None:
+        raise AssertionError(f"{spec.name}: fewer tensors than were planned")
     if (array.dtype, array.shape) != (spec.dtype, spec.shape):
         raise AssertionError(f"{spec.name}: got {array.dtype} {array.shape}, planned {spec.dtype} {spec.shape}")
-    flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+    flat = array.reshape(-1).view(mx.uint8)
     mx.eval(flat)
     view: memoryview = memoryview(flat)  # type: ignore[arg-type]  # a buffer, though its stub does not say so
     return view.cast("B")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from openelm_mlx.checkpoint import open_file, open_weights, some_files, weight_files
 from openelm_mlx.convert.sources.common import Source, open_named
 from openelm_mlx.errors import CheckpointError
 
@@ -21,17 +22,14 @@ def open_source(path: Path, config_file: Path | None = None) -> Source:
         CheckpointError: what was found is none of these, or its tensors do not fit the config.
         ConfigError: the config is missing or contradicts itself.
     """
-    from openelm_mlx.checkpoint import open_file, open_weights, weight_files
-
     if not path.is_dir():
-        return open_named(path, open_file(path), [path], config_file)
-    if (path / "config.json").is_file() or config_file:
-        return open_named(path, open_weights(path), weight_files(path), config_file)
+        return open_named(path, open_file(path), config_file)
+    if weight_files(path):
+        return open_named(path, open_weights(path), config_file)
     checkpoints = sorted(path.glob("*.pt"))
     if len(checkpoints) == 1:
-        return open_named(path, open_file(checkpoints[0]), checkpoints, config_file)
-    found = ", ".join(sorted(p.name for p in path.iterdir())[:12]) or "nothing"
+        return open_named(checkpoints[0], open_file(checkpoints[0]), config_file)
     raise CheckpointError(
         f"{path}: expected config.json with model*.safetensors or pytorch_model*.bin (Hugging Face), or one .pt file "
-        f"(CoreNet); found {found}"
+        f"(CoreNet); found {some_files(path)}"
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from openelm_mlx.checkpoint import check_names
+from openelm_mlx.checkpoint import check_names, some_names
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.errors import CheckpointError
 from openelm_mlx.loading import parameter_shapes
@@ -30,20 +30,20 @@ class Source:
     """Hugging Face name -> place in a file, in the model's order."""
 
 
-def open_named(path: Path, tensors: Mapping[str, RawTensor], files: list[Path], config_file: Path | None) -> Source:
+def open_named(path: Path, tensors: Mapping[str, RawTensor], config_file: Path | None) -> Source:
     """Recognise a checkpoint by its tensors' names, read its config, and check that the two fit."""
     from openelm_mlx.convert.sources import corenet, huggingface
 
     folder = path if path.is_dir() else path.parent
+    files = tuple(sorted({t.path for t in tensors.values()}))
     for reader in (huggingface, corenet):
         if reader.recognises(tensors):
             named = reader.rename(tensors)
             config = reader.read_config(folder, config_file, named)
-            return _checked(Source(reader.KIND, folder, tuple(files), config, named), path)
-    some = ", ".join(sorted(tensors)[:6]) or "no tensors"
+            return _checked(Source(reader.KIND, folder, files, config, named), path)
     raise CheckpointError(
-        f"{path}: these are not OpenELM's tensors (found {some}; expected transformer.token_embeddings.weight as in "
-        "Hugging Face's release, or token_embeddings.weight as in CoreNet's)"
+        f"{path}: these are not OpenELM's tensors (found {some_names(tensors)}; expected "
+        "transformer.token_embeddings.weight as in Hugging Face's release, or token_embeddings.weight as in CoreNet's)"
     )
 
 
@@ -53,5 +53,4 @@ def _checked(source: Source, path: Path) -> Source:
     for name, tensor in source.tensors.items():
         if tensor.dtype not in ("F32", "F16", "BF16", "F64"):
             raise CheckpointError(f"{path}: tensor {name!r} is {tensor.dtype}; weights are floating-point numbers")
-    ordered = {name: source.tensors[name] for name in expected}
-    return Source(source.kind, source.folder, source.files, source.config, ordered)
+    return replace(source, tensors={name: source.tensors[name] for name in expected})

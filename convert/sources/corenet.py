@@ -37,15 +37,25 @@ def _rename(name: str) -> str:
 
 def read_config(folder: Path, config_file: Path | None, tensors: Mapping[str, RawTensor]) -> OpenELMConfig:
     """From the YAML given, the only one in the folder, or, without one, the preset that the shapes match."""
+    if config_file:
+        return config_from_yaml(config_file)
     beside = sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])
-    path = config_file or (beside[0] if len(beside) == 1 else None)
-    if path is None:
-        return config_from_shapes(folder, tensors)
-    return config_from_yaml(path)
+    if len(beside) == 1:
+        return config_from_yaml(beside[0])
+    if config := config_from_shapes(tensors):
+        return config
+    rows = tensors["transformer.token_embeddings.weight"].shape
+    several = f"; of the YAML files here ({', '.join(p.name for p in beside)}) name the right one" if beside else ""
+    raise CheckpointError(
+        f"{folder}: the checkpoint's shapes match none of {', '.join(PRESETS)} (embedding {rows}, {len(tensors)} "
+        f"tensors); give its CoreNet YAML with --config{several}"
+    )
 
 
 def config_from_yaml(path: Path) -> OpenELMConfig:
     """The ``model.language_modeling.general_gpt`` section of a CoreNet config; other keys of it override the preset.
+
+    A Hugging Face config.json is taken too: it is YAML, and has the same keys at its top.
 
     Raises:
         ConfigError: the file is no YAML, has no such section, or names a model that is not known.
@@ -53,32 +63,41 @@ def config_from_yaml(path: Path) -> OpenELMConfig:
     section = _section(path)
     name = section.get("model_name")
     known = {k: tuple(v) if isinstance(v, list) else v for k, v in section.items() if k in _fields() and v is not None}
-    if isinstance(name, str) and name in PRESETS:
-        return OpenELMConfig.preset(name, **known)
-    if "model_dim" not in known:
-        raise ConfigError(f"{path}: model_name is {name!r}; known are {', '.join(PRESETS)}")
     try:
+        if isinstance(name, str) and name in PRESETS:
+            return OpenELMConfig.preset(name, **known)
+        if "model_dim" not in known:
+            shown = repr(name) if isinstance(name, str) else "missing" if name is None else f"a {type(name).__name__}"
+            raise ConfigError(f"model_name is {shown}; known are {', '.join(PRESETS)}")
         return OpenELMConfig.from_dict(known)
     except ConfigError as e:
         raise ConfigError(f"{path}: {e}") from None
 
 
 def _section(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        if path.stat().st_size > _MAX_YAML_BYTES:
-            raise ConfigError(f"{path}: too large for a config")
-        values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as e:
-        raise ConfigError(f"{path}: not readable as YAML: {e}") from None
+    values = _read_yaml(path)
     if isinstance(values, dict) and "model_dim" in values:
-        return values  # a Hugging Face config.json is YAML too
+        return values
     for key in _SECTION:
         values = values.get(key) if isinstance(values, dict) else None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: has no section {'.'.join(_SECTION)}")
+        raise ConfigError(f"{path}: has no section {'.'.join(_SECTION)}, so it is no CoreNet config of an OpenELM")
     return values
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror or e}") from None
+    if len(data) > _MAX_YAML_BYTES:
+        raise ConfigError(f"{path}: too large for a config ({len(data):,} bytes)")
+    try:
+        return yaml.safe_load(data.decode("utf-8"))
+    except Exception as e:  # besides YAMLError, whatever PyYAML's constructors raise
+        raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(e).split())}") from None
 
 
 def _fields() -> set[str]:
@@ -87,20 +106,12 @@ def _fields() -> set[str]:
     return {f.name for f in fields(OpenELMConfig)}
 
 
-def config_from_shapes(folder: Path, tensors: Mapping[str, RawTensor]) -> OpenELMConfig:
-    """The released size whose tensors these are.
-
-    Raises:
-        CheckpointError: no preset has these shapes.
-    """
+def config_from_shapes(tensors: Mapping[str, RawTensor]) -> OpenELMConfig | None:
+    """The released size whose tensors these are; None if they are none's."""
     found = {name: tensor.shape for name, tensor in tensors.items()}
     for name in PRESETS:
         for vocab_size in VOCABULARIES:
             config = OpenELMConfig.preset(name, vocab_size=vocab_size)
             if parameter_shapes(OpenELM(config)) == found:
                 return config
-    rows = found["transformer.token_embeddings.weight"]
-    raise CheckpointError(
-        f"{folder}: the checkpoint's shapes match none of {', '.join(PRESETS)} (embedding {rows}, {len(found)} "
-        "tensors); give its CoreNet YAML with --config"
-    )
+    return None

@@ -29,8 +29,12 @@ def read_config(folder: Path, config_file: Path | None, tensors: Mapping[str, Ra
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; weights with Hugging Face's names need their config.json (--config)")
     values = read_json(path)
-    if "quantization" in values or any(n.endswith(".scales") for n in tensors):
+    quantized = values.get("quantization") or values.get("quantization_config")
+    if quantized or any(n.endswith(".scales") for n in tensors):
         raise CheckpointError(
             f"{folder}: is quantized already; the bits it lost are lost, so convert the original checkpoint instead"
         )
-    return OpenELMConfig.from_dict(values)
+    try:
+        return OpenELMConfig.from_dict(values)
+    except ConfigError as e:
+        raise ConfigError(f"{path}: {e}") from None

@@ -63,8 +63,6 @@ def openelm(
 
 def main() -> None:
     """The command line's entry point."""
-    from openelm_mlx.cli.errors import ending_well
+    from openelm_mlx.cli.errors import exit_status
 
-    with ending_well():
-        app(prog_name="openelm")
-    sys.exit(0)
+    sys.exit(exit_status(lambda: app(prog_name="openelm")))

@@ -59,10 +59,22 @@ def generate(
     from openelm_mlx import hub
     from openelm_mlx.generation import stream_generate
     from openelm_mlx.loading import load, require_memory
+    from openelm_mlx.sampling import Sampling
+    from openelm_mlx.stopping import StopStrings
 
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "repetition_context_size": repetition_context_size,
+        "seed": seed,
+    }
+    Sampling(**sampling), StopStrings(stop or ())  # a wrong value is refused before the model is loaded
     folder = hub.resolve(model, revision=revision)
     if not force:
-        require_memory(folder)
+        require_memory(folder, dtype)
     loaded, tokenizer = load(folder, dtype=dtype)
     if tokenizer is None:
         raise OpenELMError(
@@ -74,15 +86,9 @@ def generate(
         tokenizer,
         _as_chat(tokenizer, text, system, raw),
         max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        repetition_context_size=repetition_context_size,
-        seed=seed,
         stop=stop or (),
         ignore_eos=ignore_eos,
+        **sampling,
     )
     seen = _Seen(print_text=not as_json)
     try:
@@ -98,8 +104,9 @@ def _read_prompt(prompt: str) -> str:
     if prompt != "-":
         return prompt
     try:
-        # A line typed or piped ends in a newline that is the terminal's, not the prompt's.
-        return sys.stdin.read().removesuffix("\n")
+        # The bytes, because the locale may say that they are something else. A line typed or piped ends in a newline
+        # that is the terminal's, not the prompt's.
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as e:
         raise OpenELMError(f"standard input is not UTF-8 text: {e}") from None
 
@@ -136,13 +143,10 @@ class _Seen:
 
 def _finish(seen: _Seen, model: Any, *, as_json: bool, quiet: bool) -> None:
     last = seen.last
-    if as_json:
-        print(json.dumps(_json(seen, model), ensure_ascii=False))
-        return
-    print(flush=True)
+    print(json.dumps(_json(seen, model)) if as_json else "", flush=True)
     if last and last.window_full:
         print(f"the model's window of {model.config.max_context_length} tokens is full", file=sys.stderr)
-    if last and not quiet:
+    if last and not (quiet or as_json):
         print(
             f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s · generation: "
             f"{last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s · first token after "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from openelm_mlx.errors import OpenELMError
+from openelm_mlx.layer_paths import grouped
 
 if TYPE_CHECKING:
     from openelm_mlx.summary import Summary
@@ -66,16 +67,14 @@ def _print(s: Summary) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(soft_wrap=True, highlight=False)
     table = Table("layer", "query heads", "kv heads", "FFN width", "parameters", box=None, pad_edge=False)
     for column in table.columns:
         column.justify = "right"
     for x in s.layers:
         row = (x.layer, x.query_heads, x.kv_heads, x.ffn_dim)
         table.add_row(*map(str, row), f"{x.parameters:,}")
-    console.print(table)
-    for line in _lines(s):
-        console.print(line, markup=False)
+    Console(soft_wrap=True, highlight=False).print(table)
+    print(*_lines(s), sep="\n")
 
 
 def _lines(s: Summary) -> list[str]:
@@ -106,7 +105,7 @@ def _lines(s: Summary) -> list[str]:
 def _quantization(s: Summary) -> str:
     if not s.quantization:
         return "none"
-    kept = [path for path, value in s.quantization.items() if value is False]
+    kept = grouped(path for path, value in s.quantization.items() if value is False)
     text = f"{s.quantization.get('bits')} bits in groups of {s.quantization.get('group_size')}"
     return f"{text}; in full precision: {', '.join(kept)}" if kept else text
 
