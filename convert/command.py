@@ -67,7 +67,7 @@ def convert(
             keep_padding_rows=keep_padding_rows,
             verify_logits=verify,
             force=force,
-            progress=Listener(say=lambda line: console.print(line, markup=False), bytes_read=show),
+            progress=Listener(lambda line: console.print(line, markup=False), show, quiet),
         )
     finally:
         if bar.live.is_started:

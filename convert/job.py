@@ -42,12 +42,14 @@ _ROWS = ("transformer.token_embeddings.weight", "lm_head.weight")
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a conversion tells what it does. Both default to silence."""
+    """Where a conversion tells what it does; by default nowhere but for the bars of downloads."""
 
     say: Callable[[str], None] = lambda line: None
     """Called with each line for the person."""
     bytes_read: Callable[[int, int], None] = lambda done, total: None
     """Called with the source bytes converted so far, and all of them."""
+    quiet: bool = False
+    """No bars of downloads on stderr either."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,13 @@ def convert(
     out = Path(out).expanduser()
     check_precision(precision, group_size)
     check_output(out, force=force, ours=is_ours)  # now, not after the download of a source
-    place = hub.resolve(source, revision=revision)
+    place = hub.resolve(source, revision=revision, quiet=progress.quiet)
     _require_apart(place, out)
     opened = open_source(place, Path(config).expanduser() if config else None)
     plan = plan_precision(opened.config, precision, group_size)
     if verify_logits:
         require_memory_to_verify(opened)
-    found = find_tokenizer(opened.folder, tokenizer, progress.say)
+    found = find_tokenizer(opened.folder, tokenizer, opened.config.vocab_size, progress.say)
     shapes, target = _without_padding(opened, found, keep_padding_rows, progress.say)
     for layers in grouped(plan.kept):
         progress.say(f"kept in full precision: {layers} (width is no multiple of group size {group_size})")
@@ -113,6 +115,7 @@ def convert(
         provenance = {
             "tool_version": __version__,
             "source": str(source),
+            "source_commit": hub.commit_of(place),
             "source_kind": opened.kind,
             "source_sha256": hashes,
             "precision": precision,

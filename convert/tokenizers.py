@@ -23,12 +23,12 @@ class Found:
     origin: str
 
 
-def find_tokenizer(folder: Path, wanted: str | None, report: Callable[[str], None]) -> Found | None:
-    """The tokenizer for a checkpoint; None if none is wanted.
+def find_tokenizer(folder: Path, wanted: str | None, rows: int, report: Callable[[str], None]) -> Found | None:
+    """The tokenizer for a checkpoint of `rows` embedding rows; None if none is wanted.
 
-    In order: `wanted` (a file, folder or Hub name), the checkpoint's own folder, a short list of Hub repositories that
-    carry the Llama tokenizer. The chat template is the checkpoint's own: one that comes with another tokenizer was
-    written for another model.
+    In order: `wanted` (a file, folder or Hub name), the checkpoint's own folder, the first of a short list of Hub
+    repositories that carry the Llama tokenizer whose ids all have a row. The chat template is the checkpoint's own: one
+    that comes with another tokenizer was written for another model.
 
     Raises:
         TokenizerError: none was found; the message gives the ways to name one.
@@ -37,7 +37,7 @@ def find_tokenizer(folder: Path, wanted: str | None, report: Callable[[str], Non
         return None
     if wanted is None and (own := Tokenizer.from_folder(folder)):
         return Found(own, "the source folder")
-    found = _named(wanted) if wanted else _from_hub(report)
+    found = _named(wanted) if wanted else _from_hub(rows, report)
     template = own_chat_template(folder)
     if found.tokenizer.chat_template not in (None, template):
         report(f"tokenizer: the chat template of {found.origin} was dropped: it was not made for this model")
@@ -52,8 +52,13 @@ def _named(wanted: str) -> Found:
     return Found(tokenizer, wanted)
 
 
-def _from_hub(report: Callable[[str], None]) -> Found:
-    found = hub.find_tokenizer(report)
+def _from_hub(rows: int, report: Callable[[str], None]) -> Found:
+    def too_large(folder: Path) -> str | None:
+        tokenizer = Tokenizer.from_folder(folder)
+        ids = tokenizer.vocab_size if tokenizer else 0
+        return f"{ids} ids for {rows} embedding rows" if ids > rows else None
+
+    found = hub.find_tokenizer(report, too_large)
     tokenizer = Tokenizer.from_folder(found[0]) if found else None
     if found is None or tokenizer is None:
         raise TokenizerError(

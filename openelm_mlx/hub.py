@@ -76,6 +76,11 @@ def resolve(
     return _download(name, revision=revision, weights=weights, quiet=quiet)
 
 
+def commit_of(folder: Path) -> str | None:
+    """The commit of a snapshot folder in the cache of huggingface_hub; None for any other path."""
+    return folder.name if folder.parent.name == "snapshots" else None
+
+
 def find_tokenizer(
     report: Callable[[str], None], objection: Callable[[Path], str | None] = lambda folder: None
 ) -> tuple[Path, str] | None:

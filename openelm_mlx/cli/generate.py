@@ -72,7 +72,7 @@ def generate(
         "seed": seed,
     }
     Sampling(**sampling), StopStrings(stop or ())  # a wrong value is refused before the model is loaded
-    folder = hub.resolve(model, revision=revision)
+    folder = hub.resolve(model, revision=revision, quiet=quiet)
     if not force:
         require_memory(folder, dtype)
     loaded, tokenizer = load(folder, dtype=dtype)

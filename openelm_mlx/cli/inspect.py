@@ -112,9 +112,10 @@ def _quantization(s: Summary) -> str:
 
 def _provenance(p: dict[str, Any]) -> list[str]:
     hashes = p.get("source_sha256") or {}
+    commit = f" at {p['source_commit']}" if p.get("source_commit") else ""
     return [
-        f"converted     from {p.get('source')} ({p.get('source_kind')}) to {p.get('precision')} by openelm-mlx "
-        f"{p.get('tool_version')}",
+        f"converted     from {p.get('source')}{commit} ({p.get('source_kind')}) to {p.get('precision')} "
+        f"by openelm-mlx {p.get('tool_version')}",
         *(f"              {digest}  {name}" for name, digest in hashes.items()),
     ]
 

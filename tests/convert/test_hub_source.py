@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from openelm_mlx import hub
+from openelm_mlx.tokenizer import Tokenizer
 from tests.support import sources
 from tests.support.cli import Done, environment, run_apart
 from tests.support.hub_server import HubServer, client_env
@@ -53,6 +54,7 @@ def test_a_name_a_substitute_tokenizer_and_then_offline(server: tuple[HubServer,
     recorded = json.loads((tmp_path / "out" / "config.json").read_text())["openelm_mlx"]
     assert recorded["source"] == name
     assert recorded["source_kind"] == "huggingface"
+    assert recorded["source_commit"] == running.commit(name, "main")
     assert recorded["tokenizer"] == hub.TOKENIZER_SOURCES[1]
 
     asked = len(running.requests)
@@ -115,3 +117,27 @@ def test_a_name_that_is_not_there(server: tuple[HubServer, str], tmp_path: Path)
         assert done.status == 2
         assert done.err.startswith("error: org/absent is neither a folder here nor a repository on ")
         assert done.err.count("\n") == 1
+
+
+def test_a_substitute_with_more_ids_than_rows_is_passed_over(tmp_path: Path) -> None:
+    """As NousResearch/Llama-2-7b-hf is, whose <pad> has no row in OpenELM's embedding."""
+    padded = write_folder(tmp_path / "padded", tokenizer=MODEL.read_bytes())
+    Tokenizer.from_file(MODEL).save(padded)
+    values = json.loads((padded / "tokenizer.json").read_text())
+    last = max(values["model"]["vocab"].values())
+    rows = sources.config()["vocab_size"]
+    values["added_tokens"] += [
+        {**values["added_tokens"][0], "id": i, "content": f"<pad{i}>"} for i in range(last + 1, rows + 1)
+    ]
+    (padded / "tokenizer.json").write_text(json.dumps(values))
+    first, second = hub.TOKENIZER_SOURCES[:2]
+    source = sources.hf(tmp_path / "hf", tokenizer=False)
+    repositories = {
+        first: {"main": padded},
+        second: {"main": write_folder(tmp_path / "t", tokenizer=MODEL.read_bytes())},
+    }
+    with HubServer(repositories) as url:
+        done = openelm(url, tmp_path / "home", "convert", source, "--out", tmp_path / "out")
+    assert done.status == 0, done.err
+    assert f"tokenizer: {first} will not do ({rows + 1} ids for {rows} embedding rows)" in done.err.splitlines()
+    assert f"tokenizer: taken from {second}" in done.err.splitlines()

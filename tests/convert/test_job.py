@@ -112,6 +112,7 @@ def test_provenance(tmp_path: Path, shards: int) -> None:
     assert recorded == {
         "tool_version": __version__,
         "source": str(source),
+        "source_commit": None,
         "source_kind": "huggingface",
         "source_sha256": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files},
         "precision": "8bit",

@@ -26,7 +26,7 @@ print(result.config.preset_name, int(peak.split()[1]) // 1024)
 def test_a_conversion_streams(tmp_path: Path) -> None:
     """1.1 GB of float32, whose largest tensor has 164 MB; without a YAML, so that the shapes name the preset too.
 
-    Measured: 260 MiB to bf16 and 287 MiB to 4bit, of which 100 MiB are there before anything is read.
+    Measured: 260 MiB to bf16 and 287 MiB to 4bit.
     """
     source = Checkpoint(BUNDLED, "openelm-270m", 0).write("corenet", tmp_path / "source")
     (source.parent / "config.yaml").unlink()

@@ -95,7 +95,7 @@ def test_a_folder_called_none_can_be_meant(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_without_any_nothing_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "find_tokenizer", lambda report: None)
+    monkeypatch.setattr(hub, "find_tokenizer", lambda report, objection: None)
     with pytest.raises(TokenizerError) as refusal:
         converted(sources.hf(tmp_path / "hf", tokenizer=False), tmp_path / "out")
     for way in ("--tokenizer (a tokenizer.model or tokenizer.json, a folder, or a Hub name)", "--tokenizer none"):
@@ -106,7 +106,7 @@ def test_without_any_nothing_is_converted(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_first_of_the_hubs_that_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which one that is, hub.find_tokenizer tells (it has tests of its own); here, that it is used and recorded."""
     there = write_folder(tmp_path / "there", tokenizer=MODEL.read_bytes())
-    monkeypatch.setattr(hub, "find_tokenizer", lambda report: (there, "org/tokens"))
+    monkeypatch.setattr(hub, "find_tokenizer", lambda report, objection: (there, "org/tokens"))
     result, _ = converted(sources.hf(tmp_path / "hf", tokenizer=False), tmp_path / "out")
     assert_ids_equal(result.folder)
     recorded = json.loads((result.folder / "config.json").read_text())["openelm_mlx"]
