@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from openelm_mlx.convert.choices import DEFAULT_GROUP_SIZE, DEFAULT_PRECISION, GROUP_SIZES, PRECISIONS
 
 if TYPE_CHECKING:
     from openelm_mlx.convert.job import Result
@@ -13,12 +16,19 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+def _one_of(choices: Sequence[object]) -> str:
+    *most, last = map(str, choices)
+    return f"{', '.join(most)} or {last}."
+
+
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(help="A folder, a .pt/.bin/.safetensors file, or a Hugging Face Hub name.")],
     out: Annotated[str, typer.Option("--out", "-o", help="The MLX folder to make.", show_default=False)],
-    precision: Annotated[str, typer.Option("--precision", help="bf16, fp16, fp32, 4bit or 8bit.")] = "bf16",
-    group_size: Annotated[int, typer.Option(help="Weights that share a scale when packed: 32, 64 or 128.")] = 64,
+    precision: Annotated[str, typer.Option("--precision", help=_one_of(PRECISIONS))] = DEFAULT_PRECISION,
+    group_size: Annotated[
+        int, typer.Option(help=f"Weights that share a scale when packed: {_one_of(GROUP_SIZES)}")
+    ] = DEFAULT_GROUP_SIZE,
     config: Annotated[
         str | None, typer.Option(help="CoreNet's YAML, or a config.json, for a checkpoint without one.")
     ] = None,

@@ -16,15 +16,8 @@ from openelm_mlx import hub
 from openelm_mlx.atomic import OutputError, check_output, new_folder
 from openelm_mlx.checkpoint import PROVENANCE, read_json
 from openelm_mlx.config import OpenELMConfig
-from openelm_mlx.convert.precision import (
-    DEFAULT_GROUP_SIZE,
-    DEFAULT_PRECISION,
-    Precision,
-    check_precision,
-    converted,
-    plan_precision,
-    specs,
-)
+from openelm_mlx.convert.choices import DEFAULT_GROUP_SIZE, DEFAULT_PRECISION, check_precision
+from openelm_mlx.convert.precision import Precision, converted, plan_precision, specs
 from openelm_mlx.convert.sources import Source, open_source
 from openelm_mlx.convert.tokenizers import Found, find_tokenizer
 from openelm_mlx.convert.verify import Verification, require_memory_to_verify, verify
@@ -137,9 +130,13 @@ def is_ours(folder: Path) -> bool:
 
 
 def _write(
-    folder: Path, source: Source, shapes: dict[str, tuple[int, ...]], plan: Precision, written: list[TensorSpec],
+    folder: Path,
+    source: Source,
+    shapes: dict[str, tuple[int, ...]],
+    plan: Precision,
+    written: list[TensorSpec],
     progress: Progress,
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Write the weights; hash the source files meanwhile, in a second thread. Returns file name -> SHA-256."""
     total = sum(t.nbytes for t in source.tensors.values())
     done = 0

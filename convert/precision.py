@@ -9,17 +9,13 @@ from typing import Any
 import mlx.core as mx
 
 from openelm_mlx.config import OpenELMConfig
+from openelm_mlx.convert.choices import check_precision
 from openelm_mlx.errors import CheckpointError, OpenELMError
 from openelm_mlx.loading import check_float16
 from openelm_mlx.model import OpenELM
 from openelm_mlx.quantize import Plan, Quantization, plan_to_config, quantize_weight, uniform_plan
 from openelm_mlx.rawtensor import RawTensor
 from openelm_mlx.writer import TensorSpec
-
-PRECISIONS = ("bf16", "fp16", "fp32", "4bit", "8bit")
-GROUP_SIZES = (32, 64, 128)
-DEFAULT_PRECISION = "bf16"
-DEFAULT_GROUP_SIZE = 64
 
 _BLOCK = 1 << 22
 """Elements of a tensor that are converted at a time."""
@@ -46,20 +42,8 @@ class Precision:
         return plan_to_config(self.layers, self.default) if self.default else None
 
 
-def check_precision(name: str, group_size: int) -> None:
-    """Refuse a name or a group size that is not known.
-
-    Raises:
-        OpenELMError: with the ones that are.
-    """
-    if name not in PRECISIONS:
-        raise OpenELMError(f"precision {name!r} is not known; use one of {', '.join(PRECISIONS)}")
-    if group_size not in GROUP_SIZES:
-        raise OpenELMError(f"group size {group_size} is not known; use one of {', '.join(map(str, GROUP_SIZES))}")
-
-
 def plan_precision(config: OpenELMConfig, name: str, group_size: int) -> Precision:
-    """The plan for one of :data:`PRECISIONS`.
+    """The plan for one of the precisions of :mod:`openelm_mlx.convert.choices`.
 
     Raises:
         OpenELMError: an unknown name or group size, float16 for the 3B, or a group size that divides no layer.

@@ -12,13 +12,13 @@ import mlx.core as mx
 
 from openelm_mlx.cache import make_cache
 from openelm_mlx.errors import OpenELMError
-from openelm_mlx.sampling import Sampler, Sampling
+from openelm_mlx.sampling import Sampler
+from openelm_mlx.settings import DEFAULT_MAX_TOKENS, Sampling
 from openelm_mlx.stopping import StopStrings
 
 if TYPE_CHECKING:
     from openelm_mlx.tokenizer import Tokenizer
 
-DEFAULT_MAX_TOKENS = 256
 PREFILL_STEP = 512
 """Prompt tokens per forward pass: large enough for full matrix products, small enough for a small memory peak."""
 

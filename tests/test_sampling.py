@@ -12,7 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from openelm_mlx.errors import OpenELMError
-from openelm_mlx.sampling import Sampler, Sampling, heat, keep_likely, penalize
+from openelm_mlx.sampling import Sampler, heat, keep_likely, penalize
+from openelm_mlx.settings import Sampling
 
 
 def logits_of(*probabilities: float) -> mx.array:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from openelm_mlx.errors import OpenELMError
+from openelm_mlx.settings import DEFAULT_MAX_TOKENS, Sampling
 
 if TYPE_CHECKING:
     from openelm_mlx.generation import GenerationResponse
@@ -24,22 +25,28 @@ def generate(
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", help="The prompt; - reads standard input.", show_default=False)
     ],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = DEFAULT_MAX_TOKENS,
     system: Annotated[
         str | None, typer.Option(help="System turn before the prompt (models with a chat template).")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Take the prompt as raw text, without the chat template.")] = False,
-    temperature: Annotated[float, typer.Option("--temperature", "--temp", "-t", help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option("--temperature", "--temp", "-t", help="0 is greedy.")
+    ] = Sampling.temperature,
     top_p: Annotated[
         float, typer.Option(help="Sample from the likeliest tokens that reach this mass; 1 is off.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 is off.")] = 0,
+    ] = Sampling.top_p,
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 is off.")] = Sampling.top_k,
     min_p: Annotated[
         float, typer.Option(help="Drop tokens less likely than this fraction of the likeliest; 0 is off.")
-    ] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Make recent tokens less likely; 1 is off.")] = 1.0,
-    repetition_context_size: Annotated[int, typer.Option(help="How many of the last tokens are recent.")] = 64,
-    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = None,
+    ] = Sampling.min_p,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Make recent tokens less likely; 1 is off.")
+    ] = Sampling.repetition_penalty,
+    repetition_context_size: Annotated[
+        int, typer.Option(help="How many of the last tokens are recent.")
+    ] = Sampling.repetition_context_size,
+    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = Sampling.seed,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
     dtype: Annotated[
@@ -59,7 +66,6 @@ def generate(
     from openelm_mlx import hub
     from openelm_mlx.generation import stream_generate
     from openelm_mlx.loading import load, require_memory
-    from openelm_mlx.sampling import Sampling
     from openelm_mlx.stopping import StopStrings
 
     sampling: dict[str, Any] = {

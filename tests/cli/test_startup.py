@@ -18,7 +18,7 @@ from openelm_mlx.cli.generate import generate as generate_command
 from openelm_mlx.convert import job
 from openelm_mlx.convert.command import convert as convert_command
 from openelm_mlx.errors import OpenELMError
-from openelm_mlx.sampling import Sampling
+from openelm_mlx.settings import Sampling
 from openelm_mlx.version import __version__
 from tests.support import sources
 from tests.support.cli import environment, finish, modules_of, run, run_apart, start
