@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 
 RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.installed

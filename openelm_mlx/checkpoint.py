@@ -111,6 +111,8 @@ def open_file(path: Path) -> dict[str, RawTensor]:
     """
     from openelm_mlx.torchfile import find_state_dict, read_torch, sniff
 
+    if path.exists() and not path.is_file() and not path.is_dir():  # reading a pipe or a device need never end
+        raise CheckpointError(f"{path}: is no regular file")
     kind = sniff(path)
     if kind == "safetensors":
         return read_safetensors(path)

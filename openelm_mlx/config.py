@@ -7,7 +7,6 @@ as layer-wise scaling ranges (CoreNet), as expanded lists (Hugging Face, MLX) or
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -42,6 +41,9 @@ NORMS = ("rms_norm",)
 
 _SIZES = ("vocab_size", "num_transformer_layers", "model_dim", "head_dim")
 _WHOLE = (*_SIZES, "max_context_length", "ffn_dim_divisor", "rope_max_length")
+_LARGEST = 1 << 24
+"""Above every size that makes sense, and small enough that no matrix's side leaves 32 bits unnoticed."""
+_MOST_LAYERS = 4096
 _REAL = ("rope_freq_constant", "rms_norm_eps")
 _FLAGS = ("ffn_with_glu", "normalize_qk_projections", "share_input_output_layers")
 
@@ -110,6 +112,9 @@ class OpenELMConfig:
         for layer, (h, h_kv) in enumerate(zip(self.num_query_heads, self.num_kv_heads, strict=True)):
             if h % h_kv:
                 raise ConfigError(f"layer {layer}: {h} query heads cannot share {h_kv} key-value heads evenly")
+            for key, width in (("heads", h * self.head_dim), ("feed-forward network", self.ffn_dims[layer])):
+                if width > _LARGEST:
+                    raise ConfigError(f"layer {layer}: the {key} would be {width:,} wide; at most {_LARGEST:,} can be")
 
     # ---- construction ------------------------------------------------------------------------------------------
 
@@ -182,7 +187,7 @@ class OpenELMConfig:
             _whole(key, getattr(self, key))
         for key in _REAL:
             value = getattr(self, key)
-            if not _is_number(value) or not 0 < value < math.inf:
+            if not _is_number(value) or not 0 < value < 1e30:  # within float32
                 raise ConfigError(f"{key} must be a positive number, not {value!r}")
         for key in _FLAGS:
             if not isinstance(getattr(self, key), bool):
@@ -274,4 +279,7 @@ def _is_number(value: Any) -> bool:
 def _whole(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{key} must be a positive whole number, not {value!r}")
+    most = _MOST_LAYERS if key == "num_transformer_layers" else _LARGEST
+    if value > most:
+        raise ConfigError(f"{key} must be at most {most:,}, not {value:,}")
     return value

@@ -15,7 +15,7 @@ from openelm_mlx import cpu, device
 from openelm_mlx.checkpoint import PROVENANCE, check_names, open_weights, read_json
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.dtypes import parse_dtype
-from openelm_mlx.errors import CheckpointError, OpenELMError
+from openelm_mlx.errors import CheckpointError, ConfigError, OpenELMError
 from openelm_mlx.model import OpenELM
 from openelm_mlx.quantize import apply_config
 from openelm_mlx.safetensorsfile import is_safetensors
@@ -91,7 +91,11 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: no config.json, so no model folder")
-    return read_json(folder / "config.json")
+    values = read_json(folder / "config.json")
+    for key in ("quantization", PROVENANCE):
+        if not isinstance(values.get(key, {}), dict):
+            raise ConfigError(f"{folder / 'config.json'}: {key} must be an object, not {values[key]!r}")
+    return values
 
 
 def _with_generation_eos(config: OpenELMConfig, folder: Path) -> OpenELMConfig:

@@ -63,7 +63,7 @@ def apply_config(model: nn.Module, quantization: Mapping[str, Any], names: Colle
     """
     try:
         group_size, bits = int(quantization["group_size"]), int(quantization["bits"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"config.json: quantization has no bits and group_size: {quantization!r}") from None
 
     def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:

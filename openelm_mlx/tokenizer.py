@@ -27,6 +27,9 @@ from openelm_mlx.tokenizer_files import (
     write_folder,
 )
 
+_LARGEST_ID = 1 << 24
+"""Ids index a table; a damaged file must not make it fill the memory."""
+
 
 class Tokenizer:
     """A model's tokenizer. Make one with :meth:`from_folder` or :meth:`from_file`.
@@ -44,6 +47,8 @@ class Tokenizer:
         except TokenizerError as error:
             raise TokenizerError(f"{source.name}: {error}") from None
         self._ids: dict[str, int] = self._encoder.get_vocab(with_added_tokens=True)
+        if max(self._ids.values(), default=0) > _LARGEST_ID:
+            raise TokenizerError(f"{source.name}: has the id {max(self._ids.values())}, which no vocabulary reaches")
         self._added: list[dict[str, Any]] = self._parsed.get("added_tokens") or []
         self._specials = self._special_tokens()
         self.bos_token_id: int | None = self._id_of(source.bos)

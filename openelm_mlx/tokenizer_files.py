@@ -73,6 +73,8 @@ def read_file(path: Path) -> TokenizerSource:
     Raises:
         TokenizerError: the file cannot be read, or is neither.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():  # reading a pipe or a device need never end
+        raise TokenizerError(f"{path}: is no regular file")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -88,9 +90,19 @@ def _from_json(path: Path, data: bytes) -> TokenizerSource:
     parsed = _parse_json(path, data)
     if not isinstance(parsed.get("model"), dict):
         raise TokenizerError(f"{path}: found JSON without a 'model'; expected a tokenizer.json")
-    specials = {str(token.get("content")) for token in parsed.get("added_tokens") or [] if token.get("special")}
+    specials = {token["content"] for token in _added_tokens(path, parsed) if token.get("special")}
     bos, eos = (text if text in specials else None for text in ("<s>", "</s>"))
     return TokenizerSource(name=str(path), json_text=data.decode("utf-8"), bos=bos, eos=eos)
+
+
+def _added_tokens(path: Path, parsed: dict[str, Any]) -> list[dict[str, Any]]:
+    added = parsed.get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        raise TokenizerError(f"{path}: 'added_tokens' must be a list of objects")
+    for token in added:
+        if not isinstance(token.get("content"), str) or not token["content"]:
+            raise TokenizerError(f"{path}: an added token has no text: {token!r}")
+    return added
 
 
 def _from_sentencepiece(path: Path, data: bytes) -> TokenizerSource:
@@ -122,7 +134,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _parse_json(path: Path, data: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(data.decode("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(parsed, dict):
         raise TokenizerError(f"{path}: found a JSON {type(parsed).__name__}; expected an object")
@@ -146,7 +158,10 @@ def find_template(folder: Path, config: dict[str, Any]) -> tuple[str | None, boo
     """The chat template of a folder with this tokenizer_config.json, and whether it is a file of its own."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8"), True
+        try:
+            return path.read_text(encoding="utf-8"), True
+        except (OSError, ValueError) as error:
+            raise TokenizerError(f"{path}: cannot be read as text ({error})") from None
     value = config.get("chat_template")
     if isinstance(value, list):
         named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}

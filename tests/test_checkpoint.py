@@ -170,3 +170,11 @@ def test_a_whole_folder(tmp_path: Path) -> None:
     folder = sources.hf(tmp_path / "hf", shards=3)
     found = open_weights(folder)
     assert {name: t.shape for name, t in found.items()} == sources.shapes(sources.config())
+
+
+def test_a_pipe_is_refused_and_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        open_file(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        open_file(Path("/dev/zero"))

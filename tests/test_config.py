@@ -318,3 +318,20 @@ class TestRefusals:
         assert "eos_token_id must be a token id" in refused(eos_token_id=value)
         if not isinstance(value, list):
             assert "bos_token_id must be a token id" in refused(bos_token_id=value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 10**12}, "vocab_size must be at most"),
+        ({"num_transformer_layers": 10**9}, "num_transformer_layers must be at most 4,096"),
+        ({"model_dim": 10**25}, "model_dim must be at most"),
+        ({"ffn_dim_divisor": 10**18}, "ffn_dim_divisor must be at most"),
+        ({"ffn_multipliers": 9e5}, "layer 0: the feed-forward network would be"),
+        ({"qkv_multipliers": 9e5}, "layer 0: the heads would be"),
+        ({"rope_freq_constant": 10**50}, "rope_freq_constant must be a positive number"),
+    ],
+)
+def test_absurd_sizes_are_refused_before_anything_is_made_of_them(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OpenELMConfig.preset("OpenELM-270M", **changes)

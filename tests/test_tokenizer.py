@@ -335,3 +335,49 @@ def test_the_real_model_file_converts_to_the_ids_of_sentencepiece(llama: Path) -
         assert tokenizer.encode(text, add_bos=False) == processor.encode(text)
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"added_tokens": [1, 2]}, "must be a list of objects"),
+        ({"added_tokens": 5}, "must be a list of objects"),
+        ({"added_tokens": [{"id": 0, "content": "", "special": True}]}, "has no text"),
+    ],
+)
+def test_a_damaged_tokenizer_json_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    Tokenizer.from_file(MODEL).save(tmp_path)
+    values = json.loads((tmp_path / "tokenizer.json").read_text()) | change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_an_id_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    Tokenizer.from_file(MODEL).save(tmp_path)
+    values = json.loads((tmp_path / "tokenizer.json").read_text())
+    values["model"]["vocab"]["zzz"] = 2**32 - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(TokenizerError, match="which no vocabulary reaches"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_json_nested_without_end_is_refused(tmp_path: Path, name: str) -> None:
+    Tokenizer.from_file(MODEL).save(tmp_path)
+    (tmp_path / name).write_text('{"a":' * 100_000)
+    with pytest.raises(TokenizerError, match="not valid JSON"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    Tokenizer.from_file(MODEL).save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerError, match="cannot be read as text"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_pipe_is_refused_and_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.model")
+    with pytest.raises(TokenizerError, match="no regular file"):
+        Tokenizer.from_file(tmp_path / "tokenizer.model")

@@ -111,12 +111,12 @@ def _quantization(s: Summary) -> str:
 
 
 def _provenance(p: dict[str, Any]) -> list[str]:
-    hashes = p.get("source_sha256") or {}
+    hashes = p.get("source_sha256")
     commit = f" at {p['source_commit']}" if p.get("source_commit") else ""
     return [
         f"converted     from {p.get('source')}{commit} ({p.get('source_kind')}) to {p.get('precision')} "
         f"by openelm-mlx {p.get('tool_version')}",
-        *(f"              {digest}  {name}" for name, digest in hashes.items()),
+        *(f"              {digest}  {name}" for name, digest in (hashes.items() if isinstance(hashes, dict) else ())),
     ]
 
 
