@@ -21,5 +21,5 @@ def check_precision(name: str, group_size: int) -> None:
     """
     if name not in PRECISIONS:
         raise OpenELMError(f"precision {name!r} is not known; use one of {', '.join(PRECISIONS)}")
-    if group_size not in GROUP_SIZES:
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size not in GROUP_SIZES:
         raise OpenELMError(f"group size {group_size} is not known; use one of {', '.join(map(str, GROUP_SIZES))}")

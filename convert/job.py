@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 
 from openelm_mlx import hub
 from openelm_mlx.atomic import OutputError, check_output, new_folder
-from openelm_mlx.checkpoint import PROVENANCE, read_json
+from openelm_mlx.checkpoint import PROVENANCE, generation_eos, read_json
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.convert.choices import DEFAULT_GROUP_SIZE, DEFAULT_PRECISION, check_precision
 from openelm_mlx.convert.precision import Precision, converted, plan_precision, specs
@@ -23,6 +24,7 @@ from openelm_mlx.convert.tokenizers import Found, find_tokenizer
 from openelm_mlx.convert.verify import Verification, require_memory_to_verify, verify
 from openelm_mlx.dtypes import dtype_name
 from openelm_mlx.errors import CheckpointError, ConfigError
+from openelm_mlx.files import expand
 from openelm_mlx.layer_paths import grouped
 from openelm_mlx.version import __version__
 from openelm_mlx.writer import TensorSpec, write_json, write_weights
@@ -63,7 +65,7 @@ def convert(
     precision: str = DEFAULT_PRECISION,
     group_size: int = DEFAULT_GROUP_SIZE,
     config: str | Path | None = None,
-    tokenizer: str | None = None,
+    tokenizer: str | Path | None = None,
     revision: str | None = None,
     keep_padding_rows: bool = False,
     verify_logits: bool = False,
@@ -88,16 +90,21 @@ def convert(
     Raises:
         OpenELMError: nothing was converted and nothing written; the message says why.
     """
-    out = Path(out).expanduser()
+    out = expand(out)
     check_precision(precision, group_size)
     check_output(out, force=force, ours=is_ours)  # now, not after the download of a source
     place = hub.resolve(source, revision=revision, quiet=progress.quiet)
     _require_apart(place, out)
-    opened = open_source(place, Path(config).expanduser() if config else None)
+    opened = open_source(place, expand(config) if config else None)
+    before = _stamps(opened)
+    if opened.kind == "huggingface":
+        generation_eos(opened.folder)  # it will be copied, so it has to be sound
     plan = plan_precision(opened.config, precision, group_size)
     if verify_logits:
         require_memory_to_verify(opened)
-    found = find_tokenizer(opened.folder, tokenizer, opened.config.vocab_size, progress.say)
+    found = find_tokenizer(
+        opened.folder, None if tokenizer is None else str(tokenizer), opened.config.vocab_size, progress.say
+    )
     shapes, target = _without_padding(opened, found, keep_padding_rows, progress.say)
     for layers in grouped(plan.kept):
         progress.say(f"kept in full precision: {layers} (width is no multiple of group size {group_size})")
@@ -105,6 +112,8 @@ def convert(
     _require_room(out, written)
     with new_folder(out, force=force, ours=is_ours) as folder:
         hashes = _write(folder, opened, shapes, plan, written, progress)
+        if _stamps(opened) != before:
+            raise CheckpointError(f"{place}: changed while it was being converted; convert it again")
         provenance = {
             "tool_version": __version__,
             "source": str(source),
@@ -117,6 +126,8 @@ def convert(
         write_json(folder / "config.json", _config_json(target, plan, provenance))
         _write_tokenizer(folder, opened, found)
     nbytes = sum(s.nbytes for s in written)
+    if verify_logits:
+        progress.say("comparing the result with its source")
     checked = verify(opened, out, found.tokenizer if found else None) if verify_logits else None
     return Result(out, target, plan, nbytes, checked)
 
@@ -158,6 +169,11 @@ def _write(
             raise
 
 
+def _stamps(source: Source) -> list[tuple[int, int, int]]:
+    """What tells that a source file was written to meanwhile: then its bytes and its hash need not belong together."""
+    return [(s.st_ino, s.st_size, s.st_mtime_ns) for s in (path.stat() for path in source.files)]
+
+
 def sha256(path: Path, stop: Event) -> str:
     """Hex digest of a file's bytes; of those read so far once `stop` is set."""
     digest = hashlib.sha256()
@@ -182,6 +198,8 @@ def _without_padding(
             "it belongs to another model; name the right one with --tokenizer"
         )
     surplus = rows - ids
+    if surplus > MAX_PADDING_ROWS:
+        say(f"note: the tokenizer ({found.origin}) has {ids} ids for {rows} embedding rows; is it this model's?")
     if keep or source.kind != "corenet" or not 0 < surplus <= MAX_PADDING_ROWS:
         return shapes, source.config
     say(f"dropped {surplus} padding rows of the embedding ({rows} -> {ids}); --keep-padding-rows keeps them")
@@ -206,8 +224,8 @@ def _write_tokenizer(folder: Path, source: Source, found: Found | None) -> None:
 
 def _require_apart(source: Path, out: Path) -> None:
     """Refuse an output folder that is, or holds, the source: replacing it would delete what is being read."""
-    place = source.resolve()
-    if out.resolve() in (place, *place.parents) and out.exists():
+    place = Path(os.path.realpath(source))
+    if Path(os.path.realpath(out)) in (place, *place.parents) and out.exists():
         raise OutputError(f"{out}: holds the source itself, which replacing it would delete; name another folder")
 
 

@@ -117,6 +117,8 @@ def _convert(x: mx.array, q: Quantization | None, precision: Precision) -> tuple
         mx.eval(arrays)
         return arrays
     y = x.astype(precision.dtype)
-    if bool(mx.isinf(y).any()) and not bool(mx.isinf(x).any()):
-        raise CheckpointError(f"it has values that {precision.name} cannot hold; use --precision bf16 or fp32")
+    if not bool(mx.isfinite(y).all()):
+        if bool(mx.isfinite(x).all()):
+            raise CheckpointError(f"it has values that {precision.name} cannot hold; use --precision bf16 or fp32")
+        raise CheckpointError("it has NaN or infinity, so the checkpoint is damaged")
     return (y,)

@@ -17,6 +17,11 @@ from pathlib import Path
 
 from openelm_mlx.errors import OpenELMError
 
+_UNFINISHED = ".openelm-mlx-unfinished"
+_DELETED = ".openelm-mlx-deleted"
+"""Files in folders that a run had begun to write, or to delete, and that the next one may therefore delete. Without one
+a hidden folder is somebody else's, whatever its name."""
+
 Ours = Callable[[Path], bool]
 """Whether an existing folder may be replaced: one of our runs wrote it."""
 
@@ -63,14 +68,16 @@ def new_folder(out: Path, *, force: bool = False, ours: Ours) -> Iterator[Path]:
             _clean_up_after_killed_runs(out, ours)
             check_output(out, force=force, ours=ours)
             partial = Path(tempfile.mkdtemp(prefix=_partial_prefix(out), dir=out.parent))
-            mark = _mark_as_in_use(partial)
+            (partial / _UNFINISHED).touch()
+            lock = _mark_as_in_use(partial)
         try:
             yield partial
             partial.chmod(0o777 & ~_umask())  # mkdtemp makes it private
             with _one_at_a_time(out.parent):
                 _swap(partial, out, force=force, ours=ours)
+                (out / _UNFINISHED).unlink()
         finally:
-            os.close(mark)
+            os.close(lock)
             shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -91,6 +98,8 @@ def _swap(partial: Path, out: Path, *, force: bool, ours: Ours) -> None:
         raise OutputError(f"{out}: appeared while this run was writing; nothing was replaced")
     check_output(out, force=force, ours=ours)
     aside = _aside(out)
+    if os.path.lexists(aside):
+        raise OutputError(f"{aside}: is in the way of replacing {out}, and no run of this program left it; remove it")
     try:
         out.rename(aside)
         partial.rename(out)
@@ -98,20 +107,28 @@ def _swap(partial: Path, out: Path, *, force: bool, ours: Ours) -> None:
         with suppress(OSError):  # the old folder was not moved, or the new one is in its place already
             aside.rename(out)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    _delete(aside)
+
+
+def _delete(folder: Path) -> None:
+    with suppress(OSError):
+        (folder / _DELETED).touch()  # should this be interrupted, the next run knows that the rest may go
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _clean_up_after_killed_runs(out: Path, ours: Ours) -> None:
     aside = _aside(out)
-    if aside.is_dir():
-        if not out.exists() and ours(aside):  # killed between the two renames: the old folder is still whole
+    if (aside / _DELETED).is_file():
+        _delete(aside)
+    elif aside.is_dir() and ours(aside):
+        if out.exists():
+            _delete(aside)
+        else:  # killed between the two renames: the old folder is still whole
             aside.rename(out)
-        else:
-            shutil.rmtree(aside, ignore_errors=True)
     # Not glob: the name may have characters that mean something to it.
     for stale in list(out.parent.iterdir()):
-        if stale.name.startswith(_partial_prefix(out)) and not _in_use(stale):
-            shutil.rmtree(stale, ignore_errors=True)
+        if stale.name.startswith(_partial_prefix(out)) and (stale / _UNFINISHED).is_file() and not _in_use(stale):
+            _delete(stale)
 
 
 @contextmanager

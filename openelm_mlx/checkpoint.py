@@ -5,11 +5,11 @@ Hugging Face's and mlx-lm's layouts: ``model.safetensors`` or shards with an ind
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from openelm_mlx import files
 from openelm_mlx.errors import CheckpointError, ConfigError
 from openelm_mlx.rawtensor import RawTensor
 from openelm_mlx.safetensorsfile import read_safetensors
@@ -23,15 +23,28 @@ _LISTED = 12
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; a ConfigError that names the file and the place otherwise."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{path}: not readable as JSON: {e}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: a JSON object is needed, not a {type(value).__name__}")
-    return value
+    return files.read_json(path, ConfigError)
+
+
+def generation_eos(folder: Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of ``generation_config.json``; none when there is no such file.
+
+    Raises:
+        ConfigError: the file is broken.
+    """
+    path = folder / "generation_config.json"
+    if not files.is_there(path, ConfigError):
+        return ()
+    return token_ids(path, "eos_token_id", read_json(path).get("eos_token_id"))
+
+
+def token_ids(path: Path, key: str, value: object) -> tuple[int, ...]:
+    """What a config says under a key for one token id or several."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ConfigError(f"{path}: {key} must be a token id, not {token!r}")
+    return tuple(ids)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -43,9 +56,9 @@ def weight_files(folder: Path) -> list[Path]:
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         index = folder / f"{stem}{suffix}.index.json"
         single = folder / f"{stem}{suffix}"
-        if index.is_file():
+        if files.is_there(index, CheckpointError):
             return _indexed_files(index)
-        if single.is_file():
+        if files.is_there(single, CheckpointError):
             return [single]
         if found := sorted(folder.glob(f"{stem}*{suffix}")):
             return found
@@ -80,9 +93,13 @@ def _indexed_files(index: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{index}: names {name!r}, a file outside its own folder")
-    missing = [n for n in names if not (index.parent / n).is_file()]
+    if not names:
+        raise CheckpointError(f"{index}: its weight_map names no file")
+    missing = [n for n in names if not files.is_there(index.parent / n, CheckpointError)]
     if missing:
-        raise CheckpointError(f"{index.parent}: missing of {len(names)} weight files: {', '.join(missing)}")
+        raise CheckpointError(
+            f"{index.parent}: missing of {len(names)} weight files: {', '.join(map(_shown, missing))}"
+        )
     return [index.parent / n for n in names]
 
 
@@ -111,8 +128,8 @@ def open_file(path: Path) -> dict[str, RawTensor]:
     """
     from openelm_mlx.torchfile import find_state_dict, read_torch, sniff
 
-    if path.exists() and not path.is_file() and not path.is_dir():  # reading a pipe or a device need never end
-        raise CheckpointError(f"{path}: is no regular file")
+    if not files.is_there(path, CheckpointError):  # reading a pipe or a device need never end
+        raise CheckpointError(f"{path}: no such file")
     kind = sniff(path)
     if kind == "safetensors":
         return read_safetensors(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PREFILL_STEP = 512
 """Prompt tokens per forward pass: large enough for full matrix products, small enough for a small memory peak."""
 
+Progress = Callable[[int, int], None]
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
@@ -87,8 +88,7 @@ def generate_tokens(
         eos_token_ids: ids that end generation, and are not yielded. None: those of config.json
             and generation_config.json; empty: never.
         cache: caches to continue from and extend, one a layer; `ids` follow what they hold. Afterwards, or when the
-            iterator is left early, they hold the first of old, prompt and generated ids (an end-of-sequence id
-            included), as many as their `offset` says; the last generated one may be missing.
+            iterator is left early, they hold old, prompt and generated ids (an end-of-sequence id included).
         prefill_step: prompt tokens per forward pass.
 
     Raises:
@@ -108,7 +108,7 @@ def generate_tokens(
     caches = make_cache(model) if cache is None else cache
     prompt = as_ids(ids)
     limit = min(_count("max_tokens", max_tokens, 0), room_in_window(model, prompt, caches))
-    for token, _ in _steps(model, prompt, limit, sampling, caches, prefill_step):
+    for token, _ in _steps(model, prompt, limit, sampling, caches, prefill_step, feed_last=cache is not None):
         if token in eos:
             return
         yield token
@@ -131,6 +131,7 @@ def stream_generate(
     ignore_eos: bool = False,
     cache: Sequence[Any] | None = None,
     prefill_step: int = PREFILL_STEP,
+    prompt_progress_callback: Progress | None = None,
 ) -> Iterator[GenerationResponse]:
     """Generate text piece by piece; the pieces' `text`, joined, is the whole.
 
@@ -145,6 +146,8 @@ def stream_generate(
         ignore_eos: go on after end-of-sequence tokens, as benchmarks do.
         cache: caches to continue from and extend, one a layer; see :func:`generate_tokens`.
         prefill_step: prompt tokens per forward pass.
+        prompt_progress_callback: called with the prompt tokens read so far, and all of them, after each pass
+            (mlx-lm's name for it).
 
     Yields:
         One :class:`GenerationResponse` a token; the last one has a finish reason.
@@ -172,7 +175,17 @@ def stream_generate(
     if limit <= 0:
         yield clock.response("", None, None, "length", window_full=room <= 0)
         return
-    for token, logprobs in _steps(model, ids, limit, sampling, caches, prefill_step):
+    steps = _steps(
+        model,
+        ids,
+        limit,
+        sampling,
+        caches,
+        prefill_step,
+        feed_last=cache is not None,
+        progress=prompt_progress_callback,
+    )
+    for token, logprobs in steps:
         ended = token in eos
         clock.tick(counts=not ended)
         piece, stopped = stops.feed("" if ended else text.add(token))
@@ -206,10 +219,13 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> tuple[list[int
         return tokenizer.encode(prompt), False
     if isinstance(prompt, Mapping):
         raise OpenELMError("the prompt is one message; a chat is a list of messages")
-    messages = [item for item in prompt if isinstance(item, Mapping)]
-    if messages and len(messages) == len(prompt):
+    if isinstance(prompt, (bytes, bytearray)):
+        raise OpenELMError("the prompt is bytes; decode them to text first")
+    items: Any = prompt if hasattr(prompt, "tolist") else list(prompt)  # an iterator can be read only once
+    messages = [item for item in items if isinstance(item, Mapping)]
+    if messages and len(messages) == len(items):
         return tokenizer.encode_chat(messages), True
-    return as_ids(prompt), False
+    return as_ids(items), False
 
 
 def as_ids(prompt: Iterable[Any]) -> list[int]:
@@ -238,12 +254,14 @@ def room_in_window(model: Any, ids: Sequence[int], cache: Sequence[Any]) -> int:
         OpenELMError: the prompt is empty, has ids outside the vocabulary, or does not fit.
     """
     window, vocab = model.config.max_context_length, model.config.vocab_size
+    if len(cache) != len(model.layers):
+        raise OpenELMError(f"there are {len(cache)} caches for a model of {len(model.layers)} layers")
     if not ids:
         raise OpenELMError("the prompt is empty: there is no token to start from")
     for token in ids:
         if not 0 <= token < vocab:
             raise OpenELMError(f"the prompt has the id {token}; the model's vocabulary has ids 0 to {vocab - 1}")
-    used = int(cache[0].offset) if cache else 0
+    used = int(cache[0].offset)
     if used + len(ids) > window:
         held = f" and {used} cached ones" if used else ""
         raise OpenELMError(
@@ -253,31 +271,48 @@ def room_in_window(model: Any, ids: Sequence[int], cache: Sequence[Any]) -> int:
 
 
 def _steps(
-    model: Any, ids: list[int], limit: int, sampling: Sampling, cache: Sequence[Any], prefill_step: int
+    model: Any,
+    ids: list[int],
+    limit: int,
+    sampling: Sampling,
+    cache: Sequence[Any],
+    prefill_step: int,
+    *,
+    feed_last: bool,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[int, mx.array]]:
-    """Yield (token, log-probabilities ``(V,)``), `limit` of them."""
+    """Yield (token, log-probabilities ``(V,)``), `limit` of them; `feed_last` puts the last one into the cache too."""
     step = _count("prefill_step", prefill_step, 1)
     if limit <= 0:
         return
     choose = Sampler(sampling, ids)
-    token, logprobs = choose(_prefill(model, mx.array(ids)[None], cache, step))
+    token, logprobs = choose(_prefill(model, mx.array(ids)[None], cache, step, progress))
     mx.async_eval(token, logprobs)
     for n in range(limit):
-        if n + 1 < limit:  # the device works on the next token while this one is being read and printed
+        last = n + 1 == limit
+        if not last:  # the device works on the next token while this one is being read and printed
             following = choose(model(token[None], cache=cache)[:, -1])
             mx.async_eval(*following)
-        yield int(token), logprobs[0]
-        if n + 1 < limit:
+        elif feed_last:
+            model(token[None], cache=cache)
+            mx.async_eval([c.state for c in cache])
+        value = int(token)
+        if progress and n == 0:
+            progress(len(ids), len(ids))
+        yield value, logprobs[0]
+        if not last:
             token, logprobs = following
 
 
-def _prefill(model: Any, ids: mx.array, cache: Sequence[Any], step: int) -> mx.array:
+def _prefill(model: Any, ids: mx.array, cache: Sequence[Any], step: int, progress: Progress | None) -> mx.array:
     """Feed ``(1, L)`` ids in chunks; logits of the last position, ``(1, V)``."""
     length = ids.shape[1]
-    for start in range(0, length - step, step):
+    rest = (length - 1) // step * step
+    for start in range(0, rest, step):
         model(ids[:, start : start + step], cache=cache, logits_to_keep=1)
         mx.eval([c.state for c in cache])  # the caches alone: the logits of these chunks are never computed
-    rest = (length - 1) // step * step
+        if progress:
+            progress(start + step, length)
     return model(ids[:, rest:], cache=cache, logits_to_keep=1)[:, -1]
 
 

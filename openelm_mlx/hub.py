@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from openelm_mlx.errors import OpenELMError
+from openelm_mlx.files import expand
 
 TOKENIZER_SOURCES: tuple[str, ...] = (
     "mlx-community/OpenELM-270M-Instruct",
@@ -49,7 +50,7 @@ def resolve(
 ) -> Path:
     """The local folder (or file) behind a path or a Hub name, downloaded if need be.
 
-    An existing path is returned as it is. A name (``org/name`` or ``name``) becomes the folder of its snapshot in the
+    An existing path is returned as it is. A name (``org/name``) becomes the folder of its snapshot in the
     cache: the JSON files, chat templates, tokenizer and safetensors weights, or, where there are no safetensors, the
     ``pytorch_model*.bin`` files.
 
@@ -63,7 +64,7 @@ def resolve(
         HubError: no such file, folder, repository or revision, or the download failed.
     """
     name = os.fspath(name_or_path)
-    local = Path(name).expanduser()
+    local = expand(name)
     if name and os.path.exists(local):  # noqa: PTH110 (False, not an exception, in a folder we may not read)
         if revision is not None:
             raise HubError(
@@ -114,7 +115,7 @@ def _looks_like_a_path(name: str) -> bool:
         not name
         or name.startswith((".", "/", "~"))
         or "\\" in name
-        or name.count("/") > 1
+        or name.count("/") != 1
         or name.endswith("/")
         or name.lower().endswith(_PATH_ENDINGS)
     )
@@ -125,7 +126,9 @@ def _no_such_path(name: str, local: Path) -> HubError:
         return HubError("The name of the model is empty: give a folder, a file or a Hub name (org/name).")
     if "://" in name:
         return HubError(f"{name} is a web address: give the repository's name alone, as in apple/OpenELM-270M.")
-    return HubError(f"No such file or folder: {local.absolute()}.{_similar(local)}", "no such file or folder")
+    bare = not set(name) & set("/\\~ ") and not name.lower().endswith(_PATH_ENDINGS)
+    hint = " A model on the Hub is named with its owner, as in apple/OpenELM-270M." if bare else ""
+    return HubError(f"No such file or folder: {local.absolute()}.{_similar(local)}{hint}", "no such file or folder")
 
 
 def _similar(local: Path) -> str:

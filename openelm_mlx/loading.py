@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from openelm_mlx import cpu, device
-from openelm_mlx.checkpoint import PROVENANCE, check_names, open_weights, read_json
+from openelm_mlx import cpu, device, files
+from openelm_mlx.checkpoint import PROVENANCE, check_names, generation_eos, open_weights, read_json
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.dtypes import parse_dtype
 from openelm_mlx.errors import CheckpointError, ConfigError, OpenELMError
@@ -64,18 +64,21 @@ def load(
 def load_model(folder: Path, *, dtype: str | mx.Dtype | None = None) -> OpenELM:
     """Load the model of a local folder; see :func:`load`."""
     values = read_model_config(folder)
-    config = _with_generation_eos(OpenELMConfig.from_dict(values), folder)
+    config = _with_generation_eos(config_of(values, folder), folder)
     tensors = open_weights(folder)
     target = _compute_dtype(values, tensors, dtype)
     if target == mx.float16:
         check_float16(config, "computing")
     model = build(config, values.get("quantization"), tensors, folder)
     unpack = device.backend() == "cpu" and target == mx.float32 and _room_to_unpack(model, tensors)
-    # Arrays of safetensors files are lazy; nothing is read before the casts below evaluate them, one at a time.
-    model.load_weights(list(_arrays(tensors, target).items()))
-    if unpack:
-        cpu.unpack(model)
-    cast(model, target)
+    try:
+        # Arrays of safetensors files are lazy; nothing is read before the casts below evaluate them, one at a time.
+        model.load_weights(list(_arrays(tensors, target).items()))
+        if unpack:
+            cpu.unpack(model)
+        cast(model, target)
+    except RuntimeError as e:  # MLX's word for a file that shrank, or memory that ran out
+        raise CheckpointError(f"{folder}: the weights cannot be loaded: {e}") from None
     device.keep_resident()
     model.eval()
     return model
@@ -89,7 +92,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder}: is a file, not a model folder; convert it first: openelm convert {folder} --out DIR"
         )
-    if not (folder / "config.json").is_file():
+    if not files.is_there(folder / "config.json", ConfigError):
         raise CheckpointError(f"{folder}: no config.json, so no model folder")
     values = read_json(folder / "config.json")
     for key in ("quantization", PROVENANCE):
@@ -98,12 +101,17 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     return values
 
 
+def config_of(values: dict[str, Any], folder: Path) -> OpenELMConfig:
+    """The architecture that a folder's config.json describes; an error names the file."""
+    try:
+        return OpenELMConfig.from_dict(values)
+    except ConfigError as e:
+        raise ConfigError(f"{folder / 'config.json'}: {e}") from None
+
+
 def _with_generation_eos(config: OpenELMConfig, folder: Path) -> OpenELMConfig:
     """The config with the end-of-sequence ids of generation_config.json beside its own."""
-    path = folder / "generation_config.json"
-    eos = read_json(path).get("eos_token_id") if path.is_file() else None
-    more = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    union = tuple(dict.fromkeys([*config.eos_token_ids, *more]))
+    union = tuple(dict.fromkeys([*config.eos_token_ids, *generation_eos(folder)]))
     return config if union == config.eos_token_ids else dataclasses.replace(config, eos_token_id=union)
 
 
@@ -152,7 +160,7 @@ def memory_needed(folder: Path, dtype: str | mx.Dtype | None = None) -> int:
     Packed layers count as packed: a CPU, which unpacks them where there is room, can leave them so.
     """
     values = read_model_config(folder)
-    config, tensors = OpenELMConfig.from_dict(values), open_weights(folder)
+    config, tensors = config_of(values, folder), open_weights(folder)
     item = _compute_dtype(values, tensors, dtype).size
     weights = sum(t.size * item if t.dtype in _FLOATS else t.nbytes for t in tensors.values())
     return weights + kv_bytes_per_token(config, item) * config.max_context_length
@@ -195,12 +203,20 @@ def _room_to_unpack(model: OpenELM, tensors: dict[str, RawTensor]) -> bool:
     return memory is None or cpu.float32_bytes(model) + sum(t.nbytes for t in tensors.values()) < memory.available
 
 
+def _mlx_reads(path: Path) -> bool:
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:  # a name in another encoding, which MLX cannot take
+        return False
+    return True
+
+
 def _arrays(tensors: dict[str, RawTensor], dtype: mx.Dtype) -> dict[str, mx.array]:
     """The tensors' values: lazy and as stored where MLX reads the file itself, read and cast to `dtype` elsewhere."""
     arrays: dict[str, mx.array] = {}
     for path in sorted({t.path for t in tensors.values()}):
         own = {n: t for n, t in tensors.items() if t.path == path}
-        if is_safetensors(path) and all(t.dtype != "F64" for t in own.values()):
+        if is_safetensors(path) and _mlx_reads(path) and all(t.dtype != "F64" for t in own.values()):
             arrays |= dict(mx.load(str(path), format="safetensors"))  # type: ignore[arg-type]  # a dict for this format
             continue
         for name, tensor in own.items():

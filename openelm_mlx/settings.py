@@ -16,6 +16,10 @@ DEFAULT_MAX_TOKENS = 256
 """Most tokens that are generated unless more are asked for."""
 
 
+_LONGEST = 1 << 24
+"""Tokens; longer than any window."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are chosen. The defaults are greedy decoding.
@@ -45,7 +49,9 @@ class Sampling:
         self._require("top_p", "above 0 and at most 1 (off)", lambda x: 0 < x <= 1)
         self._require("min_p", "from 0 (off) to 1", lambda x: 0 <= x <= 1)
         self._require("repetition_penalty", "from 0.001 to 1000 (1 is off)", lambda x: 0.001 <= x <= 1000)
-        self._require("repetition_context_size", "a whole number, 1 or more", lambda x: x >= 1, int)
+        self._require(
+            "repetition_context_size", f"a whole number from 1 to {_LONGEST}", lambda x: 1 <= x <= _LONGEST, int
+        )
         if self.seed is not None:
             self._require("seed", "a whole number from 0 to 2**64 - 1", lambda x: 0 <= x < 2**64, int)
 

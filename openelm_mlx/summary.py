@@ -7,9 +7,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from openelm_mlx import files
 from openelm_mlx.checkpoint import PROVENANCE, open_weights
 from openelm_mlx.config import PRESETS, OpenELMConfig
-from openelm_mlx.loading import kv_bytes_per_token, parameter_shapes, read_model_config
+from openelm_mlx.errors import TokenizerError
+from openelm_mlx.loading import config_of, kv_bytes_per_token, parameter_shapes, read_model_config
 from openelm_mlx.model import OpenELM
 from openelm_mlx.quantize import Quantization, uniform_plan
 
@@ -60,17 +62,25 @@ class Summary:
     """The tokenizer file, if there is one."""
 
 
-def summarize(name_or_path: str | Path) -> Summary:
-    """Sizes of a model folder, a Hub name or a preset's name.
+def summarize(name_or_path: str | Path, revision: str | None = None) -> Summary:
+    """Sizes of a model folder, of a Hub name (at a branch, tag or commit), or of a preset's name.
 
     Raises:
         OpenELMError: there is no such model, or its files do not fit together.
     """
-    if name_or_path in PRESETS and not Path(name_or_path).exists():
+    if name_or_path in PRESETS and not _is_here(str(name_or_path)):
         return _sizes(str(name_or_path), OpenELMConfig.preset(str(name_or_path)))
     from openelm_mlx import hub
 
-    return _of_folder(hub.resolve(name_or_path))
+    return _of_folder(hub.resolve(name_or_path, revision=revision))
+
+
+def _is_here(name: str) -> bool:
+    # By listing: a Mac's disk also finds the folder openelm-270m under the name OpenELM-270M.
+    try:
+        return any(entry.name == name for entry in Path().iterdir())
+    except OSError:
+        return False
 
 
 def _of_folder(folder: Path) -> Summary:
@@ -79,10 +89,10 @@ def _of_folder(folder: Path) -> Summary:
     dtypes: dict[str, int] = {}
     for t in tensors.values():
         dtypes[t.dtype] = dtypes.get(t.dtype, 0) + t.nbytes
-    tokenizers = [n for n in ("tokenizer.json", "tokenizer.model") if (folder / n).is_file()]
+    tokenizers = [n for n in ("tokenizer.json", "tokenizer.model") if files.is_there(folder / n, TokenizerError)]
     return _sizes(
         str(folder),
-        OpenELMConfig.from_dict(values),
+        config_of(values, folder),
         stored_bytes=sum(dtypes.values()),
         stored_dtypes=dtypes,
         quantization=values.get("quantization"),

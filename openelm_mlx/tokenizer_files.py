@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openelm_mlx.checkpoint import generation_eos, token_ids
 from openelm_mlx.errors import TokenizerError
+from openelm_mlx.files import is_there, parse_json, read, read_json
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ def read_folder(folder: Path) -> TokenizerSource | None:
         TokenizerError: a file is not what its name promises.
     """
     path, model = folder / "tokenizer.json", folder / "tokenizer.model"
-    if not path.is_file():
+    if not is_there(path, TokenizerError):
         path = model
-    if not path.is_file():
+    if not is_there(path, TokenizerError):
         return None
     lone = read_file(path)
     config = _read_json(folder / "tokenizer_config.json")
@@ -57,10 +59,10 @@ def read_folder(folder: Path) -> TokenizerSource | None:
         bos=_token_text(named, "bos_token", lone.bos),
         eos=_token_text(named, "eos_token", lone.eos),
         add_bos=add_bos if isinstance(add_bos, bool) else lone.add_bos,
-        stop_ids=_stop_ids(folder / "config.json") | _stop_ids(folder / "generation_config.json"),
+        stop_ids=_stop_ids(folder),
         chat_template=template,
         template_in_file=in_file,
-        sentencepiece=model.read_bytes() if model.is_file() else lone.sentencepiece,
+        sentencepiece=read(model, TokenizerError) if is_there(model, TokenizerError) else lone.sentencepiece,
     )
 
 
@@ -73,12 +75,7 @@ def read_file(path: Path) -> TokenizerSource:
     Raises:
         TokenizerError: the file cannot be read, or is neither.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():  # reading a pipe or a device need never end
-        raise TokenizerError(f"{path}: is no regular file")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(f"{path}: cannot be read ({error.strerror or error})") from None
+    data = read(path, TokenizerError)
     if data.lstrip().startswith(b"{"):
         return _from_json(path, data)
     if (found := _not_a_model(data)) is not None:
@@ -87,7 +84,7 @@ def read_file(path: Path) -> TokenizerSource:
 
 
 def _from_json(path: Path, data: bytes) -> TokenizerSource:
-    parsed = _parse_json(path, data)
+    parsed = parse_json(path, data, TokenizerError)
     if not isinstance(parsed.get("model"), dict):
         raise TokenizerError(f"{path}: found JSON without a 'model'; expected a tokenizer.json")
     specials = {token["content"] for token in _added_tokens(path, parsed) if token.get("special")}
@@ -128,17 +125,7 @@ def _not_a_model(data: bytes) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return _parse_json(path, path.read_bytes()) if path.is_file() else {}
-
-
-def _parse_json(path: Path, data: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(parsed, dict):
-        raise TokenizerError(f"{path}: found a JSON {type(parsed).__name__}; expected an object")
-    return parsed
+    return read_json(path, TokenizerError) if is_there(path, TokenizerError) else {}
 
 
 def _token_text(config: dict[str, Any], key: str, guess: str | None) -> str | None:
@@ -157,24 +144,21 @@ def own_chat_template(folder: Path) -> str | None:
 def find_template(folder: Path, config: dict[str, Any]) -> tuple[str | None, bool]:
     """The chat template of a folder with this tokenizer_config.json, and whether it is a file of its own."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if is_there(path, TokenizerError):
         try:
-            return path.read_text(encoding="utf-8"), True
-        except (OSError, ValueError) as error:
+            return read(path, TokenizerError).decode("utf-8"), True
+        except UnicodeDecodeError as error:
             raise TokenizerError(f"{path}: cannot be read as text ({error})") from None
     value = config.get("chat_template")
     if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
+        named = [item.get("template") for item in value if isinstance(item, dict) and item.get("name") == "default"]
+        value = named[0] if named else None
     return (value if isinstance(value, str) else None), False
 
 
-def _stop_ids(path: Path) -> frozenset[int]:
-    value = _read_json(path).get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-        raise TokenizerError(f"{path}: eos_token_id must be an integer or a list of integers, not {value!r}")
-    return frozenset(ids)
+def _stop_ids(folder: Path) -> frozenset[int]:
+    path = folder / "config.json"
+    return frozenset((*token_ids(path, "eos_token_id", _read_json(path).get("eos_token_id")), *generation_eos(folder)))
 
 
 def write_folder(
@@ -189,7 +173,7 @@ def write_folder(
     (folder / "tokenizer.json").write_text(source.json_text, encoding="utf-8")
     template = None if drop_chat_template else source.chat_template
     config = _config_to_write(source, unk, add_bos, template)
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(config, indent=2) + "\n"  # ASCII: a config may hold halves of surrogate pairs
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
     if source.sentencepiece is not None:
         (folder / "tokenizer.model").write_bytes(source.sentencepiece)

@@ -181,6 +181,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_others_stay(tmp_path: Path) -
     for name in NAMES:
         for left in (f".{name}.partial-k8x2", ".plan.partial-z", f"{name}.partial-z"):
             (tmp_path / left).mkdir(exist_ok=True)
+            (tmp_path / left / ".openelm-mlx-unfinished").touch()
         (tmp_path / f".{name}.partial-file").write_text("not a folder")
         make(tmp_path / name)
         assert not (tmp_path / f".{name}.partial-k8x2").exists()
@@ -301,3 +302,16 @@ def test_a_file_system_without_locks_works(tmp_path: Path, monkeypatch: pytest.M
     make(tmp_path / "out", "newer", force=True)
     # Whether its run is alive cannot be known, so it stays.
     assert listing(tmp_path) == [".out.partial-unknown", "out"]
+
+
+def test_folders_that_only_look_like_ours_are_never_deleted(tmp_path: Path) -> None:
+    for name in (".out.replaced", ".out.partial-backup"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("x")
+    make(tmp_path / "out")
+    with pytest.raises(OutputError, match="is in the way"):
+        make(tmp_path / "out", force=True)
+    assert listing(tmp_path) == [".out.partial-backup", ".out.replaced", "out"]
+    assert (tmp_path / ".out.replaced" / "thesis.txt").read_text() == "x"
+    assert (tmp_path / ".out.partial-backup" / "thesis.txt").read_text() == "x"
+    assert (tmp_path / "out" / "ours").exists()

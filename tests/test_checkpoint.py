@@ -61,7 +61,7 @@ def test_an_index_reaches_into_its_own_folder_only(tmp_path: Path, bad: str) -> 
     (folder / "a").mkdir(parents=True)
     write_safetensors(folder / "a" / "x.safetensors", X)
     index(folder, {"x": bad})
-    with pytest.raises(CheckpointError, match=r"outside its own folder|missing of 1"):
+    with pytest.raises(CheckpointError, match=r"outside its own folder|no regular file"):
         open_weights(folder)
 
 
@@ -115,7 +115,7 @@ def test_a_file_that_is_neither_says_what_it_is(tmp_path: Path, content: bytes) 
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="No such file"):
+    with pytest.raises(CheckpointError, match="no such file"):
         open_file(tmp_path / "x")
 
 
@@ -155,7 +155,7 @@ def test_json_objects(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     with pytest.raises(ConfigError, match="no such file"):
         read_json(path)
-    with pytest.raises(ConfigError, match="not readable as JSON"):
+    with pytest.raises(ConfigError, match="is no regular file"):
         read_json(tmp_path)
     bad = {b"[1]": "a JSON object is needed, not a list", b"{": "not readable as JSON", b"\xff": "not readable as JSON"}
     for content, message in {**bad, b"[" * 200_000: "not readable as JSON"}.items():

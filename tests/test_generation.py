@@ -209,14 +209,17 @@ class TestWindow:
     def test_nothing_is_computed_past_it(self) -> None:
         model, cache = fake(window=8), make_cache(fake())
         assert len(list(generate_tokens(model, [1] * 5, 100, cache=cache))) == 3
-        assert cache[0].offset == 7  # the last token is not fed: nothing follows it
-        assert sum(length for length, _ in model.calls) == 7
+        assert cache[0].offset == 8
+        assert sum(length for length, _ in model.calls) == 8
+        model = fake(window=8)
+        assert len(list(generate_tokens(model, [1] * 5, 100))) == 3
+        assert sum(length for length, _ in model.calls) == 7  # nobody's cache: nothing follows the last token
 
     def test_cached_tokens_count(self) -> None:
         model, cache = fake(window=8), make_cache(fake())
         list(generate_tokens(model, [1] * 4, 1, cache=cache))
-        assert len(list(generate_tokens(model, [1] * 2, 100, cache=cache))) == 2
-        with pytest.raises(OpenELMError, match="the prompt has 2 tokens and 7 cached ones; the model's window is 8"):
+        assert len(list(generate_tokens(model, [1] * 2, 100, cache=cache))) == 1
+        with pytest.raises(OpenELMError, match="the prompt has 2 tokens and 8 cached ones; the model's window is 8"):
             list(generate_tokens(model, [1] * 2, 100, cache=cache))
 
 
@@ -287,11 +290,26 @@ class TestPrefill:
         return list(stream_generate(model, tokenizer, prompt, 3, prefill_step=step, ignore_eos=True))
 
 
+def test_the_prompts_progress_is_told() -> None:
+    tokenizer: Any = ByteTokenizer()
+    told: list[tuple[int, int]] = []
+    model = fake()
+    for step, expected in {4: [(4, 10), (8, 10), (10, 10)], 5: [(5, 10), (10, 10)], 64: [(10, 10)]}.items():
+        told.clear()
+        list(
+            stream_generate(
+                model, tokenizer, [1] * 10, 1, prefill_step=step, prompt_progress_callback=lambda *x: told.append(x)
+            )
+        )
+        assert told == expected
+
+
 class TestCache:
     def test_an_existing_one_is_continued(self) -> None:
         model, cache = fake(), make_cache(fake())
         first = list(generate_tokens(model, [1, 2, 3], 4, cache=cache))
-        held = [1, 2, 3, *first][: cache[0].offset]
+        held = [1, 2, 3, *first]
+        assert cache[0].offset == len(held)
         assert list(generate_tokens(model, [9, 8], 3, cache=cache)) == model.continuation([*held, 9, 8], 3)
 
     @pytest.mark.parametrize("count", [1, 2, 5])
@@ -314,7 +332,7 @@ class TestCache:
     def test_a_real_model_continues_as_if_it_were_one_prompt(self, real: OpenELM) -> None:
         cache = make_cache(real)
         first = list(generate_tokens(real, [1, 2, 3, 4], 5, cache=cache, eos_token_ids=()))
-        held = [1, 2, 3, 4, *first][: cache[0].offset]
+        held = [1, 2, 3, 4, *first]
         second = list(generate_tokens(real, [10, 11], 5, cache=cache, eos_token_ids=()))
         assert second == greedy_reference(real, [*held, 10, 11], 5)
 
@@ -467,4 +485,4 @@ def test_random_token_sequences_through_a_long_prompt() -> None:
             count = rng.randint(1, 6)
             out = list(generate_tokens(model, prompt, count, cache=cache, prefill_step=rng.randint(1, 6)))
             assert out == model.continuation([*history, *prompt], count)
-            history = [*history, *prompt, *out][: cache[0].offset]
+            history = [*history, *prompt, *out]

@@ -15,6 +15,7 @@ import pytest
 
 from openelm_mlx import hub
 from openelm_mlx.errors import OpenELMError
+from openelm_mlx.hub import HubError, resolve
 from tests.support.hub_server import HubServer, client_env
 
 # Reads calls of resolve (and "find_tokenizer"), prints what became of each: {"path": ...} or {"error": ...}.
@@ -125,7 +126,7 @@ def test_every_refusal_is_one_clear_line(server: tuple[HubServer, str], tmp_path
             ("org/both", {"revision": "v9"}),
             ("org/gated", {}),
             ("org/empty", {}),
-            ("no such name", {}),
+            ("no/such name", {}),
         ],
     )
     missing, revision, gated, empty, invalid = (answer["error"] for answer in answers)
@@ -135,7 +136,7 @@ def test_every_refusal_is_one_clear_line(server: tuple[HubServer, str], tmp_path
     assert gated.startswith(f"org/gated is gated: accept its licence on {url}/org/gated")
     assert "hf auth login" in gated
     assert "org/empty holds no weights" in empty
-    assert "'no such name' is neither a file or folder here nor a possible Hub name" in invalid
+    assert "'no/such name' is neither a file or folder here nor a possible Hub name" in invalid
     assert not [answer for answer in answers if "\n" in answer["error"]]
 
 
@@ -263,3 +264,13 @@ def test_a_full_disk_is_said(tmp_path: Path) -> None:
     assert "cannot be written" in str(hub._explain(locked, "org/name", None))
     unknown = hub._explain(KeyError("surprise"), "org/name", None)
     assert str(unknown) == "Downloading org/name failed (KeyError: 'surprise')."
+
+
+def test_a_bare_name_is_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not a network that cannot be reached: most often it is a folder whose name was mistyped."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "openelm-270m").mkdir()
+    with pytest.raises(
+        HubError, match=r"No such file or folder: .*/openelm-27m\. Similar.*openelm-270m.*named with its"
+    ):
+        resolve("openelm-27m")

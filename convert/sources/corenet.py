@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from openelm_mlx import files
 from openelm_mlx.config import PRESETS, OpenELMConfig
 from openelm_mlx.errors import CheckpointError, ConfigError
 from openelm_mlx.loading import parameter_shapes
@@ -88,12 +89,7 @@ def _section(path: Path) -> dict[str, Any]:
 def _read_yaml(path: Path) -> Any:
     import yaml
 
-    try:
-        data = path.read_bytes()
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot be read: {e.strerror or e}") from None
-    if len(data) > _MAX_YAML_BYTES:
-        raise ConfigError(f"{path}: too large for a config ({len(data):,} bytes)")
+    data = files.read(path, ConfigError, _MAX_YAML_BYTES)
     try:
         return yaml.safe_load(data.decode("utf-8"))
     except Exception as e:  # besides YAMLError, whatever PyYAML's constructors raise

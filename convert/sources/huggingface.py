@@ -8,6 +8,7 @@ from pathlib import Path
 from openelm_mlx.checkpoint import read_json
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.errors import CheckpointError, ConfigError
+from openelm_mlx.files import is_there
 from openelm_mlx.rawtensor import RawTensor
 
 KIND = "huggingface"
@@ -26,7 +27,7 @@ def rename(tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
 def read_config(folder: Path, config_file: Path | None, tensors: Mapping[str, RawTensor]) -> OpenELMConfig:
     """``config.json`` beside the weights, or the one given instead."""
     path = config_file or folder / "config.json"
-    if not path.is_file():
+    if not is_there(path, ConfigError):
         raise ConfigError(f"{path}: no such file; weights with Hugging Face's names need their config.json (--config)")
     values = read_json(path)
     quantized = values.get("quantization") or values.get("quantization_config")

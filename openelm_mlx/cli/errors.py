@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -15,12 +16,14 @@ from openelm_mlx.errors import OpenELMError
 
 REFUSED = 2
 INTERRUPTED = 130
-TERMINATED = 143
 
 
 def exit_status(run: Callable[[], object]) -> int:
     """Run a command; refusals, Ctrl-C, SIGTERM and a closed pipe become exit statuses, and cleaning up is done."""
-    signal.signal(signal.SIGTERM, _terminate)
+    _open_missing_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _terminate)
     warnings.showwarning = _warn
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 has no sign for every character
@@ -30,9 +33,8 @@ def exit_status(run: Callable[[], object]) -> int:
     except BrokenPipeError:  # whoever read our output has left (`| head`)
         status = 0
     except OSError as e:
-        if e.filename is not None:
-            raise
-        print(f"error: the output cannot be written: {e.strerror or e}", file=sys.stderr)
+        full = e.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG)
+        _refuse(f"the output cannot be written: {e.strerror}" if full else f"{e.strerror or e}")
         status = REFUSED
     else:
         return status
@@ -45,13 +47,18 @@ def _status_of(run: Callable[[], object]) -> int:
     try:
         run()
     except OpenELMError as e:
-        print(f"error: {e}", file=sys.stderr)
+        _refuse(str(e))
+        return REFUSED
+    except OSError as e:
+        if e.filename is None:  # more likely than not our own output
+            raise
+        _refuse(f"{e.filename}: {e.strerror or e}")
         return REFUSED
     except ImportError as e:
         line = explain_missing_mlx(e)
         if line is None and e.name:
             raise
-        print(f"error: {line or e}", file=sys.stderr)
+        _refuse(line or str(e))
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -66,5 +73,28 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
+def _refuse(message: str) -> None:
+    # Names of files and words of templates get here, and must not steer a terminal.
+    shown = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message)
+    print(f"error: {shown}", file=sys.stderr)
+
+
+def _open_missing_streams() -> None:
+    """Give a process that was started with a standard stream closed an empty one.
+
+    Else the next file opened takes its number, and what is meant for stderr may go there, or to stdout.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    sys.exit(TERMINATED)
+    sys.exit(128 + signum)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from openelm_mlx.generation import GenerationResponse
     from openelm_mlx.tokenizer import Tokenizer
 
+_LONGEST_PROMPT = 1 << 25
+"""Bytes read from standard input."""
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -50,7 +53,10 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
     dtype: Annotated[
-        str | None, typer.Option(help="Compute in bfloat16, float16 or float32 instead of what is stored.")
+        str | None,
+        typer.Option(
+            help="Compute in bfloat16, float16 or float32 instead of the default (what is stored; float32 on a CPU)."
+        ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
@@ -65,8 +71,9 @@ def generate(
     text = _read_prompt(prompt)
     from openelm_mlx import hub
     from openelm_mlx.generation import stream_generate
-    from openelm_mlx.loading import load, require_memory
+    from openelm_mlx.loading import load_model, read_model_config, require_memory
     from openelm_mlx.stopping import StopStrings
+    from openelm_mlx.tokenizer import Tokenizer
 
     sampling: dict[str, Any] = {
         "temperature": temperature,
@@ -79,21 +86,25 @@ def generate(
     }
     Sampling(**sampling), StopStrings(stop or ())  # a wrong value is refused before the model is loaded
     folder = hub.resolve(model, revision=revision, quiet=quiet)
-    if not force:
-        require_memory(folder, dtype)
-    loaded, tokenizer = load(folder, dtype=dtype)
+    tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is None:
+        read_model_config(folder)  # says what is wrong when this is no model folder at all
         raise OpenELMError(
             f"{folder}: has no tokenizer (no tokenizer.json or tokenizer.model), so no text can be generated; "
             "convert it again with --tokenizer FILE, FOLDER or HUB-NAME"
         )
+    prompt_or_chat = _as_chat(tokenizer, text, system, raw)
+    if not force:
+        require_memory(folder, dtype)
+    loaded = load_model(folder, dtype=dtype)
     responses = stream_generate(
         loaded,
         tokenizer,
-        _as_chat(tokenizer, text, system, raw),
+        prompt_or_chat,
         max_tokens,
         stop=stop or (),
         ignore_eos=ignore_eos,
+        prompt_progress_callback=None if quiet or not sys.stderr.isatty() else _show_progress,
         **sampling,
     )
     seen = _Seen(print_text=not as_json)
@@ -106,13 +117,22 @@ def generate(
         raise KeyboardInterrupt
 
 
+def _show_progress(done: int, total: int) -> None:
+    """One line that the text then replaces: a long prompt takes seconds on a slow machine."""
+    line = f"reading the prompt: {done} of {total} tokens" if done < total else ""
+    print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 def _read_prompt(prompt: str) -> str:
     if prompt != "-":
         return prompt
+    data = sys.stdin.buffer.read(_LONGEST_PROMPT + 1)
+    if len(data) > _LONGEST_PROMPT:
+        raise OpenELMError(f"standard input has more than {_LONGEST_PROMPT:,} bytes, far more than a model's window")
     try:
         # The bytes, because the locale may say that they are something else. A line typed or piped ends in a newline
         # that is the terminal's, not the prompt's.
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+        return data.decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as e:
         raise OpenELMError(f"standard input is not UTF-8 text: {e}") from None
 

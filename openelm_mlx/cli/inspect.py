@@ -20,6 +20,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def inspect(
     model: Annotated[str, typer.Argument(help="Model folder, Hugging Face Hub name, or a size such as OpenELM-270M.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw parameters by layer into this PNG file.", show_default=False)
@@ -31,7 +32,7 @@ def inspect(
     """
     from openelm_mlx.summary import summarize
 
-    summary = summarize(model)
+    summary = summarize(model, revision)
     if plot:
         _plot(summary, plot)
     if as_json:
@@ -64,16 +65,10 @@ def _runtime() -> dict[str, str | None]:
 
 
 def _print(s: Summary) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("layer", "query heads", "kv heads", "FFN width", "parameters", box=None, pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
+    # Padded by hand: a table that adapts to the terminal would drop digits in a narrow one.
+    print("layer  query heads  kv heads  FFN width  parameters")
     for x in s.layers:
-        row = (x.layer, x.query_heads, x.kv_heads, x.ffn_dim)
-        table.add_row(*map(str, row), f"{x.parameters:,}")
-    Console(soft_wrap=True, highlight=False).print(table)
+        print(f"{x.layer:5}  {x.query_heads:11}  {x.kv_heads:8}  {x.ffn_dim:9}  {x.parameters:10,}")
     print(*_lines(s), sep="\n")
 
 
@@ -137,8 +132,8 @@ def _plot(s: Summary, path: Path) -> None:
     axes.set(xlabel="layer", ylabel="million parameters", title=f"{s.preset or Path(s.name).name}: parameters by layer")
     axes.legend()
     try:
-        figure.savefig(path)
-    except (OSError, ValueError) as e:
-        raise OpenELMError(f"{path}: the plot cannot be written: {e}") from None
+        figure.savefig(path, format="png")
+    except OSError as e:
+        raise OpenELMError(f"{path}: the plot cannot be written: {e.strerror or e}") from None
     finally:
         pyplot.close(figure)

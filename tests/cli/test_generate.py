@@ -379,3 +379,23 @@ def test_text_appears_as_it_is_made(tmp_path: Path, model: Path) -> None:
     assert process.poll() is None, "all at once, at the end"
     process.kill()
     finish(process)
+
+
+def test_standard_input_without_end(model: Path) -> None:
+    with Path("/dev/zero").open("rb") as zeros:
+        done = finish(start("generate", "--model", model, "--prompt", "-", stdin=zeros))
+    assert (done.status, done.out) == (2, "")
+    assert "standard input has more than 33,554,432 bytes" in done.err
+
+
+def test_what_cannot_be_said_is_refused_before_the_weights_are_read(
+    model: Path, chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openelm_mlx import loading
+
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(loading, "load_model", loaded)
+    assert "this model has none" in generate(model, "--system", "x").err
+    assert "--raw skips it" in generate(chat_model, "--system", "x", "--raw").err

@@ -15,7 +15,7 @@ from openelm_mlx import device
 from openelm_mlx.config import PRESETS
 from tests.golden.checkpoints import BUNDLED
 from tests.support import sources
-from tests.support.cli import Done, run
+from tests.support.cli import Done, environment, run, run_apart
 from tests.support.tokenizers_made import MODEL
 
 SCALING: dict[str, Any] = json.loads((BUNDLED / "layer_wise_scaling.json").read_text())
@@ -174,7 +174,7 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
     assert (bars(image) != bars(other)).any()
 
 
-@pytest.mark.parametrize("name", ["missing/x.png", "x.nonsense"])
+@pytest.mark.parametrize("name", ["missing/x.png", "."])
 def test_a_plot_that_cannot_be_written(tmp_path: Path, name: str) -> None:
     done = run("inspect", "OpenELM-270M", "--plot", tmp_path / name)
     assert (done.status, done.out) == (2, "")
@@ -199,3 +199,9 @@ def test_what_is_no_model(tmp_path: Path) -> None:
         assert (done.status, done.out) == (2, "")
         assert message in done.err
         assert done.err.count("\n") == 1
+
+
+def test_a_narrow_terminal_loses_no_digit(tmp_path: Path) -> None:
+    wide, narrow = (run_apart("inspect", "OpenELM-270M", env=environment(COLUMNS=n)).out for n in ("200", "1"))
+    assert wide == narrow
+    assert "5,409,408" in narrow

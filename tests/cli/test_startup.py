@@ -21,7 +21,7 @@ from openelm_mlx.errors import OpenELMError
 from openelm_mlx.settings import Sampling
 from openelm_mlx.version import __version__
 from tests.support import sources
-from tests.support.cli import environment, finish, modules_of, run, run_apart, start
+from tests.support.cli import MAIN, environment, finish, modules_of, run, run_apart, start
 
 HEAVY = {"mlx", "mlx.core", "numpy", "tokenizers", "huggingface_hub", "yaml", "transformers", "torch", "mlx_lm"}
 
@@ -205,14 +205,48 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """Only what is meant for people is made short."""
     from openelm_mlx import summary
 
-    def broken(name: str) -> None:
+    def broken(name: str, revision: str | None) -> None:
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(summary, "summarize", broken)
     with pytest.raises(RuntimeError, match="a defect"):
         run("inspect", tmp_path)
-    monkeypatch.setattr(summary, "summarize", lambda name: Path("/no/such").stat())
-    with pytest.raises(FileNotFoundError, match="/no/such"):
-        run("inspect", tmp_path)
-    monkeypatch.setattr(summary, "summarize", lambda name: (_ for _ in ()).throw(OpenELMError("a refusal")))
+    monkeypatch.setattr(summary, "summarize", lambda name, revision: Path("/no/such").stat())
+    assert run("inspect", tmp_path).err == "error: /no/such: No such file or directory\n"
+    monkeypatch.setattr(summary, "summarize", lambda name, revision: (_ for _ in ()).throw(OpenELMError("a refusal")))
     assert run("inspect", tmp_path).err == "error: a refusal\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_standard_stream_that_is_closed(model: Path, closed: str) -> None:
+    """Nothing meant for one stream may end up in another, and no model file may take its number."""
+    command = f'"$0" -c "$1" generate --model "$2" --prompt once --max-tokens 3 {closed}'
+    whole, done = (
+        subprocess.run(
+            ["sh", "-c", line, sys.executable, MAIN, str(model)], env=environment(), capture_output=True, check=False
+        )
+        for line in (command.removesuffix(closed), command)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (b"" if ">&-" in closed.replace("2>&-", "") else whole.stdout)
+    assert (b"prompt: " in done.stderr) is ("2>&-" not in closed)
+
+
+def test_a_file_that_may_not_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from openelm_mlx import summary
+
+    def forbidden(name: str, revision: str | None) -> None:
+        raise PermissionError(13, "Permission denied", "x/model.safetensors")
+
+    monkeypatch.setattr(summary, "summarize", forbidden)
+    assert run("inspect", tmp_path).err == "error: x/model.safetensors: Permission denied\n"
+
+
+def test_what_files_say_does_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from openelm_mlx import summary
+
+    def hostile(name: str, revision: str | None) -> None:
+        raise OpenELMError("a\x1b[31mb\nc é")
+
+    monkeypatch.setattr(summary, "summarize", hostile)
+    assert run("inspect", tmp_path).err == "error: a\\x1b[31mb\nc é\n"
