@@ -1,4 +1,4 @@
-"""Convert, run, fine-tune and measure Apple's OpenELM language models on MLX.
+"""Convert and run Apple's OpenELM language models on MLX.
 
 from openelm_mlx import load, generate
 model, tokenizer = load("openelm-270m")

@@ -97,6 +97,10 @@ def render(template: str, messages: list[dict[str, Any]], **variables: object) -
     )
 
 
+_LARGEST_NUMBER = 10_000
+"""Above what templates count; its powers still fit in memory."""
+
+
 @lru_cache(maxsize=16)
 def _compile(template: str) -> jinja2.Template:
     from jinja2 import TemplateError, nodes
@@ -113,12 +117,22 @@ def _compile(template: str) -> jinja2.Template:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
+    class Environment(ImmutableSandboxedEnvironment):
+        """The sandbox, without the arithmetic that fills the memory: ``'a' * 3000000000``, ``'%2000000000d' % 1``."""
+
+        intercepted_binops = frozenset(("*", "**", "%"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            numbers = all(isinstance(x, (int, float)) for x in (left, right))
+            small = numbers and all(abs(x) < _LARGEST_NUMBER for x in (left, right))
+            if not small and (operator != "%" or isinstance(left, str)):
+                raise TemplateError(f"chat templates may not use {operator} on text, or on numbers this large")
+            return super().call_binop(context, operator, left, right)
+
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)

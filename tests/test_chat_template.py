@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openelm_mlx.chat_template import Shield, SpecialToken, all_strings
+from openelm_mlx.chat_template import Shield, SpecialToken, all_strings, render
 from openelm_mlx.errors import TokenizerError
 from openelm_mlx.tokenizer import Tokenizer
 from openelm_mlx.tokenizer_files import TokenizerSource
@@ -191,3 +191,13 @@ def test_the_templates_here_render_what_the_reference_does() -> None:
     golden = json.loads(Path(__file__).parent.joinpath("data/tokenizer/zephyr_chat.json").read_text(encoding="utf-8"))
     for case in golden:
         assert SMALL.render_chat(case["messages"], add_generation_prompt=case["add_generation_prompt"]) == case["text"]
+
+
+@pytest.mark.parametrize("bomb", ["'a' * 3000000000", "'%2000000000d' % 1", "9 ** 99999", "[1] * 999999999"])
+def test_arithmetic_that_would_fill_the_memory_is_refused(bomb: str) -> None:
+    with pytest.raises(TokenizerError, match="chat templates may not use"):
+        render("{{ %s }}" % bomb, [])  # noqa: UP031
+
+
+def test_arithmetic_of_real_templates_works() -> None:
+    assert render("{{ loop_index0 % 2 }} {{ 3 * 4 }} {{ 2 ** 3 }}", [], loop_index0=3) == "1 12 8"

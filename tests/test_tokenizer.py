@@ -296,10 +296,7 @@ def test_transformers_reads_the_same_ids_from_what_is_saved(tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with Llama 2's tokenizer.json and tokenizer.model, built from an npm package."""
-    shared = Path(os.environ.get("OPENELM_SHARED") or Path(__file__).parents[2] / "shared")
-    script, npm = shared / "make_llama_tokenizer.py", shutil.which("npm")
-    if not script.is_file():
-        pytest.skip(f"{script} is missing; OPENELM_SHARED names the folder that has it")
+    script, npm = DATA / "make_llama_tokenizer.py", shutil.which("npm")
     if npm is None:
         pytest.skip("npm is missing; it fetches the vocabulary")
     pytest.importorskip("google.protobuf", reason="the script needs protobuf")

@@ -58,7 +58,7 @@ def _print_version(wanted: bool) -> None:
 def openelm(
     version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True),
 ) -> None:
-    """Convert, run and measure Apple's OpenELM language models on MLX."""
+    """Convert and run Apple's OpenELM language models on MLX."""
 
 
 def main() -> None:
