@@ -131,6 +131,8 @@ class OpenELMConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OpenELMConfig:
         """Read a ``config.json`` of Hugging Face, mlx-lm or this project. Keys it does not know are left alone."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"a config is an object with keys and values, not {values!r}")
         kind = values.get("model_type")
         if kind not in (None, "openelm"):
             raise ConfigError(f"the config is for another kind of model: its model_type is {kind!r}, not 'openelm'")

@@ -221,6 +221,8 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> tuple[list[int
         raise OpenELMError("the prompt is one message; a chat is a list of messages")
     if isinstance(prompt, (bytes, bytearray)):
         raise OpenELMError("the prompt is bytes; decode them to text first")
+    if not isinstance(prompt, Iterable):
+        raise OpenELMError(f"a prompt is text, a list of messages, or token ids, not {prompt!r}")
     items: Any = prompt if hasattr(prompt, "tolist") else list(prompt)  # an iterator can be read only once
     messages = [item for item in items if isinstance(item, Mapping)]
     if messages and len(messages) == len(items):

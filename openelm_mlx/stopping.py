@@ -18,6 +18,8 @@ class StopStrings:
     """
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
+        if not isinstance(stops, Iterable):
+            raise OpenELMError(f"stop strings are a string or several, not {stops!r}")
         strings = (stops,) if isinstance(stops, str) else tuple(stops)
         for stop in strings:
             if not isinstance(stop, str):

@@ -335,3 +335,8 @@ class TestRefusals:
 def test_absurd_sizes_are_refused_before_anything_is_made_of_them(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         OpenELMConfig.preset("OpenELM-270M", **changes)
+
+
+def test_a_list_is_no_config() -> None:
+    with pytest.raises(ConfigError, match="a config is an object"):
+        OpenELMConfig.from_dict([1])  # type: ignore[arg-type]

@@ -486,3 +486,21 @@ def test_random_token_sequences_through_a_long_prompt() -> None:
             out = list(generate_tokens(model, prompt, count, cache=cache, prefill_step=rng.randint(1, 6)))
             assert out == model.continuation([*history, *prompt], count)
             history = [*history, *prompt, *out]
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"bytes", {"role": "user", "content": "x"}])
+def test_what_is_no_prompt_is_refused_in_words(prompt: Any) -> None:
+    tokenizer: Any = ByteTokenizer()
+    with pytest.raises(OpenELMError, match="prompt"):
+        list(stream_generate(fake(), tokenizer, prompt, 1))
+
+
+def test_an_iterator_of_ids_is_a_prompt() -> None:
+    tokenizer: Any = ByteTokenizer()
+    responses = list(stream_generate(fake(), tokenizer, iter([1, 2, 3]), 1))  # type: ignore[arg-type]
+    assert responses[-1].prompt_tokens == 3
+
+
+def test_caches_of_another_model_are_refused() -> None:
+    with pytest.raises(OpenELMError, match="caches for a model of"):
+        list(generate_tokens(fake(), [1], 1, cache=[]))

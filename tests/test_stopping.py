@@ -81,3 +81,8 @@ def test_no_stop_strings_hold_nothing_back() -> None:
 def test_empty_and_strange_stop_strings_are_refused(stops: list[str]) -> None:
     with pytest.raises(OpenELMError, match="stop string"):
         StopStrings(stops)
+
+
+def test_what_is_no_stop_string_is_refused() -> None:
+    with pytest.raises(OpenELMError, match="stop strings are"):
+        StopStrings(5)  # type: ignore[arg-type]
