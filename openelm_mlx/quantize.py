@@ -74,7 +74,7 @@ def apply_config(model: nn.Module, quantization: Mapping[str, Any], names: Colle
 
     try:
         nn.quantize(model, group_size, bits, mode=quantization.get("mode", "affine"), class_predicate=choose)
-    except (TypeError, ValueError, RuntimeError) as e:
+    except (KeyError, TypeError, ValueError, RuntimeError) as e:
         raise CheckpointError(f"this version of MLX cannot hold the checkpoint's quantization: {e}") from None
 
 

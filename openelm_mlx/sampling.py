@@ -76,7 +76,7 @@ def keep_likely(logprobs: mx.array, how: Sampling) -> mx.array:
         order = mx.argsort(-logprobs, axis=-1)
         probs = mx.softmax(mx.take_along_axis(logprobs, order, axis=-1), axis=-1)
         before = mx.cumsum(probs, axis=-1, inclusive=False)  # mass of the more likely tokens
-        drop = mx.put_along_axis(mx.zeros_like(logprobs, mx.bool_), order, before >= max(how.top_p, _TINY), axis=-1)
+        drop = mx.put_along_axis(mx.zeros(logprobs.shape, mx.bool_), order, before >= max(how.top_p, _TINY), axis=-1)
         logprobs = mx.where(drop, -mx.inf, logprobs)
     if how.min_p > 0:
         least = logprobs.max(-1, keepdims=True) + mx.log(mx.array(how.min_p))
