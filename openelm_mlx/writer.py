@@ -103,10 +103,9 @@ def _bytes_of(spec: TensorSpec, array: mx.array | None) -> memoryview:
         raise AssertionError(f"{spec.name}: fewer tensors than were planned")
     if (array.dtype, array.shape) != (spec.dtype, spec.shape):
         raise AssertionError(f"{spec.name}: got {array.dtype} {array.shape}, planned {spec.dtype} {spec.shape}")
-    flat = array.reshape(-1).view(mx.uint8)
+    flat: Any = array.reshape(-1).view(mx.uint8)  # a buffer, though its stub does not say so to every Python
     mx.eval(flat)
-    view: memoryview = memoryview(flat)  # type: ignore[arg-type]  # a buffer, though its stub does not say so
-    return view.cast("B")
+    return memoryview(flat).cast("B")
 
 
 def _to_disk(f: Any) -> None:
