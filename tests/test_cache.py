@@ -38,7 +38,8 @@ def brute_mask(offset: int, length: int, window: int | None = None) -> Array:
     st.sampled_from([mx.float32, mx.bfloat16]),
 )
 def test_contents_survive_growth_and_trimming(steps: list[int], dtype: mx.Dtype) -> None:
-    cache, filled = KVCache(), np.zeros((1, 3, 0, 2), np.float32)
+    cache = KVCache()
+    filled: npt.NDArray[np.float32] = np.zeros((1, 3, 0, 2), np.float32)
     for turn, n in enumerate(steps):
         if n < 0:  # forget
             assert cache.trim(-n) == min(-n, filled.shape[2])
