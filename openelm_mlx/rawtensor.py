@@ -71,11 +71,6 @@ class RawTensor:
             raise CheckpointError(f"{self.path}: a tensor of shape {self.shape} has strides {self.strides}")
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

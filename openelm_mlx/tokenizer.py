@@ -38,7 +38,7 @@ class Tokenizer:
         TokenizerError: the files cannot be used; also from the methods, where their docstrings say so.
     """
 
-    def __init__(self, source: TokenizerSource, *, extra_eos: Iterable[int] = ()) -> None:
+    def __init__(self, source: TokenizerSource) -> None:
         self._source = source
         self._parsed: dict[str, Any] = json.loads(source.json_text)
         self._encoder = text_tokenizer(source.json_text, source.name)
@@ -55,7 +55,7 @@ class Tokenizer:
         """The id put before a text, None when there is none."""
         self.eos_token_id: int | None = self._id_of(source.eos)
         """The tokenizer's own end-of-text id, None when there is none."""
-        self.eos_token_ids: frozenset[int] = source.stop_ids | frozenset(extra_eos) | _present(self.eos_token_id)
+        self.eos_token_ids: frozenset[int] = source.stop_ids | _present(self.eos_token_id)
         """Every id that ends generation."""
         self.vocab_size: int = 1 + max(self._ids.values(), default=-1)
         """The number of ids, added tokens included."""
@@ -63,35 +63,31 @@ class Tokenizer:
         """Whether :meth:`encode` puts BOS first when not told otherwise."""
 
     @classmethod
-    def from_folder(cls, folder: Path, *, extra_eos: Iterable[int] = ()) -> Tokenizer | None:
+    def from_folder(cls, folder: Path) -> Tokenizer | None:
         """The tokenizer of a model folder, or None when it has neither tokenizer.json nor tokenizer.model.
 
         tokenizer.json is preferred. tokenizer_config.json, special_tokens_map.json, chat_template.jinja, config.json
-        and generation_config.json are read where present. `extra_eos` are further ids that end generation.
+        and generation_config.json are read where present.
 
         Raises:
             TokenizerError: a file is not what its name promises or of an unsupported kind.
         """
         source = read_folder(Path(folder))
-        return None if source is None else cls(source, extra_eos=extra_eos)
+        return None if source is None else cls(source)
 
     @classmethod
-    def from_file(cls, path: Path, *, extra_eos: Iterable[int] = ()) -> Tokenizer:
+    def from_file(cls, path: Path) -> Tokenizer:
         """The tokenizer of a lone tokenizer.json or tokenizer.model, told apart by content.
 
         Raises:
             TokenizerError: the file is neither (the message says what was found), or of an unsupported kind.
         """
-        return cls(read_file(Path(path)), extra_eos=extra_eos)
+        return cls(read_file(Path(path)))
 
     @property
     def chat_template(self) -> str | None:
         """The jinja template that makes a prompt of messages."""
         return self._source.chat_template
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._source.chat_template is not None
 
     def with_chat_template(self, template: str | None) -> Tokenizer:
         """The same tokenizer with another chat template, or with none."""
@@ -170,7 +166,7 @@ class Tokenizer:
             strip_leading_space=strip_leading_space,
         )
 
-    def save(self, folder: Path, *, drop_chat_template: bool = False) -> None:
+    def save(self, folder: Path) -> None:
         """Write the tokenizer into `folder` so that this package and mlx-lm read the same ids from it.
 
         Writes tokenizer.json and tokenizer_config.json, and tokenizer.model and chat_template.jinja where the source
@@ -181,7 +177,6 @@ class Tokenizer:
             dataclasses.replace(self._source, bos=self._known(self._source.bos), eos=self._known(self._source.eos)),
             unk=self._unk_token() or self._known(self._config_token("unk_token")),
             add_bos=self.adds_bos,
-            drop_chat_template=drop_chat_template,
         )
 
     # Inside

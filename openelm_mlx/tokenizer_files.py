@@ -161,9 +161,7 @@ def _stop_ids(folder: Path) -> frozenset[int]:
     return frozenset((*token_ids(path, "eos_token_id", _read_json(path).get("eos_token_id")), *generation_eos(folder)))
 
 
-def write_folder(
-    folder: Path, source: TokenizerSource, *, unk: str | None, add_bos: bool, drop_chat_template: bool = False
-) -> None:
+def write_folder(folder: Path, source: TokenizerSource, *, unk: str | None, add_bos: bool) -> None:
     """Write tokenizer.json and tokenizer_config.json, and the tokenizer.model and chat_template.jinja the source has.
 
     The configuration keeps the source's other keys and says what this package did with the tokenizer, so that
@@ -171,7 +169,7 @@ def write_folder(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(source.json_text, encoding="utf-8")
-    template = None if drop_chat_template else source.chat_template
+    template = source.chat_template
     config = _config_to_write(source, unk, add_bos, template)
     text = json.dumps(config, indent=2) + "\n"  # ASCII: a config may hold halves of surrogate pairs
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")

@@ -55,20 +55,6 @@ def sniff(path: str | os.PathLike[str]) -> str:
     return "unknown" if head else "empty"
 
 
-def is_zip_torch(path: str | os.PathLike[str]) -> bool:
-    """Whether the file is a zip with one ``<prefix>/data.pkl``: what ``torch.save`` writes (TorchScript included).
-
-    Raises CheckpointError if the file cannot be read; a damaged zip is False.
-    """
-    if sniff(path) != "zip":
-        return False
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return sum(name.endswith("/data.pkl") for name in archive.namelist()) == 1
-    except (*_ZIP_DAMAGE, OSError):
-        return False
-
-
 def _head(path: Path) -> bytes:
     try:
         with path.open("rb") as file:

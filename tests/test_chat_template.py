@@ -178,7 +178,7 @@ def test_a_failing_template_is_named(template: str, named: str) -> None:
 
 def test_no_template_is_refused_with_the_way_out() -> None:
     bare = SMALL.with_chat_template(None)
-    assert not bare.has_chat_template
+    assert bare.chat_template is None
     with pytest.raises(TokenizerError, match="no chat template; give raw text"):
         bare.encode_chat(user("x"))
 

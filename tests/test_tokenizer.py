@@ -27,8 +27,8 @@ SMALL = Tokenizer.from_file(MODEL)
 BYTES = Tokenizer(TokenizerSource("made", json.dumps(byte_level_json())))
 
 
-def loaded(folder: Path, **options: Any) -> Tokenizer:
-    tokenizer = Tokenizer.from_folder(folder, **options)
+def loaded(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None
     return tokenizer
 
@@ -120,8 +120,8 @@ def test_bos_and_eos_of_a_sentencepiece_model() -> None:
 def test_a_lone_json_is_known_by_its_content(tmp_path: Path) -> None:
     path = tmp_path / "renamed.model"
     path.write_text("\n " + SMALL._source.json_text, encoding="utf-8")
-    tokenizer = Tokenizer.from_file(path, extra_eos=[7])
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.adds_bos) == (1, frozenset({2, 7}), True)
+    tokenizer = Tokenizer.from_file(path)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.adds_bos) == (1, frozenset({2}), True)
     path.write_text(json.dumps(byte_level_json()), encoding="utf-8")
     tokenizer = Tokenizer.from_file(path)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.adds_bos) == (None, None, False)
@@ -137,10 +137,10 @@ def test_configuration_in_all_its_shapes(tmp_path: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.adds_bos) == (257, frozenset({258}), False)
     write_folder(tmp_path, tokenizer_config=config | {"add_bos_token": True}, config={"eos_token_id": 7})
     write_folder(tmp_path, generation_config={"eos_token_id": [8, 9]})
-    tokenizer = loaded(folder, extra_eos=(10,))
+    tokenizer = loaded(folder)
     assert tokenizer.encode("") == [257]
     assert tokenizer.encode("", add_bos=False) == []
-    assert tokenizer.eos_token_ids == {258, 7, 8, 9, 10}
+    assert tokenizer.eos_token_ids == {258, 7, 8, 9}
     write_folder(
         tmp_path, tokenizer_config={"bos_token": None}, special_tokens_map={"eos_token": {"content": "<|im_end|>"}}
     )
@@ -247,8 +247,8 @@ def test_saving_and_reading_again_changes_nothing(tmp_path: Path) -> None:
     }
     assert again.encode("Alice </s>") == SMALL.encode("Alice </s>")
     assert again.chat_template == ZEPHYR
-    again.save(tmp_path / "b", drop_chat_template=True)
-    assert not loaded(tmp_path / "b").has_chat_template
+    again.with_chat_template(None).save(tmp_path / "b")
+    assert loaded(tmp_path / "b").chat_template is None
 
 
 def test_the_template_stays_where_it_was_and_other_keys_are_kept(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_transformers_reads_the_same_ids_from_what_is_saved(tmp_path: Path) -> N
         ours, theirs = loaded(tmp_path / name), transformers.AutoTokenizer.from_pretrained(tmp_path / name)
         assert theirs.encode(text) == ours.encode(text)
         assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_token_id, ours.eos_token_id)
-        if ours.has_chat_template:
+        if ours.chat_template:
             rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             assert rendered == ours.render_chat(messages)
             expected = theirs.encode(rendered, add_special_tokens=False)

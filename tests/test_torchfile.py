@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from openelm_mlx.errors import CheckpointError
 from openelm_mlx.rawtensor import ITEMSIZE, RawTensor
-from openelm_mlx.torchfile import find_state_dict, is_zip_torch, read_torch
+from openelm_mlx.torchfile import find_state_dict, read_torch, sniff
 from tests.support.torch_writer import BF16, Lazy, bf16, save_torch
 
 DATA = Path(__file__).parent / "data" / "torch"
@@ -78,7 +78,7 @@ def test_dtypes_are_kept_and_f64_becomes_float32() -> None:
 
 def test_they_are_recognised_by_content(tmp_path: Path) -> None:
     (tmp_path / "weights.txt").write_bytes((DATA / "plain.pt").read_bytes())
-    assert is_zip_torch(tmp_path / "weights.txt") and not is_zip_torch(DATA / "legacy.pt")
+    assert (sniff(tmp_path / "weights.txt"), sniff(DATA / "legacy.pt")) == ("zip", "legacy")
 
 
 def test_views_share_one_storage() -> None:
