@@ -15,7 +15,7 @@ from typing import Any
 
 from openelm_mlx import hub
 from openelm_mlx.atomic import OutputError, check_output, new_folder
-from openelm_mlx.checkpoint import PROVENANCE, generation_eos, read_json
+from openelm_mlx.checkpoint import PROVENANCE, generation_eos
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.convert.choices import DEFAULT_GROUP_SIZE, DEFAULT_PRECISION, check_precision
 from openelm_mlx.convert.precision import Precision, converted, plan_precision, specs
@@ -24,7 +24,7 @@ from openelm_mlx.convert.tokenizers import Found, find_tokenizer
 from openelm_mlx.convert.verify import Verification, require_memory_to_verify, verify
 from openelm_mlx.dtypes import dtype_name
 from openelm_mlx.errors import CheckpointError, ConfigError
-from openelm_mlx.files import expand
+from openelm_mlx.files import expand, read_json
 from openelm_mlx.layer_paths import grouped
 from openelm_mlx.version import __version__
 from openelm_mlx.writer import TensorSpec, write_json, write_weights
@@ -135,7 +135,7 @@ def convert(
 def is_ours(folder: Path) -> bool:
     """Whether a conversion wrote this folder, so that another may replace it."""
     try:
-        return PROVENANCE in read_json(folder / "config.json")
+        return PROVENANCE in read_json(folder / "config.json", ConfigError)
     except ConfigError:
         return False
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from openelm_mlx import files
 from openelm_mlx.errors import CheckpointError, ConfigError
@@ -21,11 +20,6 @@ _LISTED = 12
 """File or tensor names that a message about something else gives as examples."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; a ConfigError that names the file and the place otherwise."""
-    return files.read_json(path, ConfigError)
-
-
 def generation_eos(folder: Path) -> tuple[int, ...]:
     """The end-of-sequence ids of ``generation_config.json``; none when there is no such file.
 
@@ -35,7 +29,7 @@ def generation_eos(folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     if not files.is_there(path, ConfigError):
         return ()
-    return token_ids(path, "eos_token_id", read_json(path).get("eos_token_id"))
+    return token_ids(path, "eos_token_id", files.read_json(path, ConfigError).get("eos_token_id"))
 
 
 def token_ids(path: Path, key: str, value: object) -> tuple[int, ...]:
@@ -86,7 +80,7 @@ def _shown(name: str) -> str:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = files.read_json(index, ConfigError).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index}: no weight_map of tensor names to files")
     names = sorted(set(weight_map.values()))

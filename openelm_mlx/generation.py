@@ -84,7 +84,7 @@ def generate_tokens(
         ids: the prompt (integers of any kind, or a one-dimensional array); not part of the output.
         max_tokens: most ids to generate; fewer when an end-of-sequence id comes or the window is full.
         temperature, top_k, top_p, min_p, repetition_penalty, repetition_context_size, seed: see
-            :class:`openelm_mlx.sampling.Sampling`.
+            :class:`openelm_mlx.settings.Sampling`.
         eos_token_ids: ids that end generation, and are not yielded. None: those of config.json
             and generation_config.json; empty: never.
         cache: caches to continue from and extend, one a layer; `ids` follow what they hold. Afterwards, or when the
@@ -141,7 +141,7 @@ def stream_generate(
         prompt: raw text, ids, or a list of chat messages, which goes through the tokenizer's chat template.
         max_tokens: most tokens to generate.
         temperature, top_k, top_p, min_p, repetition_penalty, repetition_context_size, seed: see
-            :class:`openelm_mlx.sampling.Sampling`.
+            :class:`openelm_mlx.settings.Sampling`.
         stop: strings that end the text before them, however they are split over tokens.
         ignore_eos: go on after end-of-sequence tokens, as benchmarks do.
         cache: caches to continue from and extend, one a layer; see :func:`generate_tokens`.

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from openelm_mlx import cpu, device, files
-from openelm_mlx.checkpoint import PROVENANCE, check_names, generation_eos, open_weights, read_json
+from openelm_mlx.checkpoint import PROVENANCE, check_names, generation_eos, open_weights
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.dtypes import parse_dtype
 from openelm_mlx.errors import CheckpointError, ConfigError, OpenELMError
@@ -64,7 +64,7 @@ def load(
 def load_model(folder: Path, *, dtype: str | mx.Dtype | None = None) -> OpenELM:
     """Load the model of a local folder; see :func:`load`."""
     values = read_model_config(folder)
-    config = _with_generation_eos(config_of(values, folder), folder)
+    config = _with_generation_eos(config_of(values, folder / "config.json"), folder)
     tensors = open_weights(folder)
     target = _compute_dtype(values, tensors, dtype)
     if target == mx.float16:
@@ -92,21 +92,22 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder}: is a file, not a model folder; convert it first: openelm convert {folder} --out DIR"
         )
-    if not files.is_there(folder / "config.json", ConfigError):
+    path = folder / "config.json"
+    if not files.is_there(path, ConfigError):
         raise CheckpointError(f"{folder}: no config.json, so no model folder")
-    values = read_json(folder / "config.json")
+    values = files.read_json(path, ConfigError)
     for key in ("quantization", PROVENANCE):
         if not isinstance(values.get(key, {}), dict):
-            raise ConfigError(f"{folder / 'config.json'}: {key} must be an object, not {values[key]!r}")
+            raise ConfigError(f"{path}: {key} must be an object, not {values[key]!r}")
     return values
 
 
-def config_of(values: dict[str, Any], folder: Path) -> OpenELMConfig:
-    """The architecture that a folder's config.json describes; an error names the file."""
+def config_of(values: dict[str, Any], path: Path) -> OpenELMConfig:
+    """The architecture that a config.json, read from `path`, describes; an error names the file."""
     try:
         return OpenELMConfig.from_dict(values)
     except ConfigError as e:
-        raise ConfigError(f"{folder / 'config.json'}: {e}") from None
+        raise ConfigError(f"{path}: {e}") from None
 
 
 def _with_generation_eos(config: OpenELMConfig, folder: Path) -> OpenELMConfig:
@@ -160,7 +161,7 @@ def memory_needed(folder: Path, dtype: str | mx.Dtype | None = None) -> int:
     Packed layers count as packed: a CPU, which unpacks them where there is room, can leave them so.
     """
     values = read_model_config(folder)
-    config, tensors = config_of(values, folder), open_weights(folder)
+    config, tensors = config_of(values, folder / "config.json"), open_weights(folder)
     item = _compute_dtype(values, tensors, dtype).size
     weights = sum(t.size * item if t.dtype in _FLOATS else t.nbytes for t in tensors.values())
     return weights + kv_bytes_per_token(config, item) * config.max_context_length

@@ -92,7 +92,7 @@ def _of_folder(folder: Path) -> Summary:
     tokenizers = [n for n in ("tokenizer.json", "tokenizer.model") if files.is_there(folder / n, TokenizerError)]
     return _sizes(
         str(folder),
-        config_of(values, folder),
+        config_of(values, folder / "config.json"),
         stored_bytes=sum(dtypes.values()),
         stored_dtypes=dtypes,
         quantization=values.get("quantization"),

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from openelm_mlx.checkpoint import check_names, open_file, open_weights, read_json, some_names, weight_files
-from openelm_mlx.errors import CheckpointError, ConfigError
+from openelm_mlx.checkpoint import check_names, open_file, open_weights, some_names, weight_files
+from openelm_mlx.errors import CheckpointError
 from tests.support import sources
 from tests.support.sources import Tensors, write_bin, write_safetensors
 
@@ -149,21 +149,6 @@ def test_names_from_a_file_do_not_reach_the_terminal_raw() -> None:
 def test_long_lists_of_examples_are_counted() -> None:
     assert some_names([]) == "nothing"
     assert some_names(f"n{i:02d}" for i in range(15)).endswith("n11 and 3 more")
-
-
-def test_json_objects(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    with pytest.raises(ConfigError, match="no such file"):
-        read_json(path)
-    with pytest.raises(ConfigError, match="is no regular file"):
-        read_json(tmp_path)
-    bad = {b"[1]": "a JSON object is needed, not a list", b"{": "not readable as JSON", b"\xff": "not readable as JSON"}
-    for content, message in {**bad, b"[" * 200_000: "not readable as JSON"}.items():
-        path.write_bytes(content)
-        with pytest.raises(ConfigError, match=message):
-            read_json(path)
-    path.write_bytes('{"é": 1}'.encode())
-    assert read_json(path) == {"é": 1}
 
 
 def test_a_whole_folder(tmp_path: Path) -> None:

@@ -45,13 +45,19 @@ def test_reading_stops_at_the_largest_size(tmp_path: Path) -> None:
         read(Path("/dev/zero"), ConfigError)
 
 
-def test_json(tmp_path: Path) -> None:
+def test_json_objects(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    path.write_text('{"a": 1}')
-    assert read_json(path, ConfigError) == {"a": 1}
-    path.write_text("[1]")
-    with pytest.raises(ConfigError, match="a JSON object is needed, not a list"):
+    with pytest.raises(ConfigError, match="no such file"):
         read_json(path, ConfigError)
+    with pytest.raises(ConfigError, match="is no regular file"):
+        read_json(tmp_path, ConfigError)
+    bad = {b"[1]": "a JSON object is needed, not a list", b"{": "not readable as JSON", b"\xff": "not readable as JSON"}
+    for content, message in {**bad, b"[" * 200_000: "not readable as JSON"}.items():
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            read_json(path, ConfigError)
+    path.write_bytes('{"é": 1}'.encode())
+    assert read_json(path, ConfigError) == {"é": 1}
 
 
 def test_a_home_that_is_not_known() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from openelm_mlx.checkpoint import read_json
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.errors import CheckpointError, ConfigError
-from openelm_mlx.files import is_there
+from openelm_mlx.files import is_there, read_json
+from openelm_mlx.loading import config_of
 from openelm_mlx.rawtensor import RawTensor
 
 KIND = "huggingface"
@@ -29,13 +29,10 @@ def read_config(folder: Path, config_file: Path | None, tensors: Mapping[str, Ra
     path = config_file or folder / "config.json"
     if not is_there(path, ConfigError):
         raise ConfigError(f"{path}: no such file; weights with Hugging Face's names need their config.json (--config)")
-    values = read_json(path)
+    values = read_json(path, ConfigError)
     quantized = values.get("quantization") or values.get("quantization_config")
     if quantized or any(n.endswith(".scales") for n in tensors):
         raise CheckpointError(
             f"{folder}: is quantized already; the bits it lost are lost, so convert the original checkpoint instead"
         )
-    try:
-        return OpenELMConfig.from_dict(values)
-    except ConfigError as e:
-        raise ConfigError(f"{path}: {e}") from None
+    return config_of(values, path)
