@@ -15,6 +15,8 @@ from openelm_mlx.errors import OpenELMError
 DEFAULT_MAX_TOKENS = 256
 """Most tokens that are generated unless more are asked for."""
 
+CPU_WEIGHTS = ("float32", "keep")
+"""What a CPU can do with packed layers: unpack them, or compute on them as they are."""
 
 _LONGEST = 1 << 24
 """Tokens; longer than any window."""
