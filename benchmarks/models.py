@@ -58,7 +58,9 @@ def load_subject(subject: Subject, *, cpu_weights: str | None = None, dtype: str
     model = OpenELM(subject.config())
     fill_randomly(model, subject.precision)
     stored = PRECISIONS[subject.precision][0]
-    loading.make_ready(model, loading.target_dtype(stored, dtype), cpu_weights=cpu_weights)
+    target = loading.target_dtype(stored, dtype)
+    loading.make_ready(model, target, cpu_weights=cpu_weights, keep_bfloat16=dtype is None)
+    loading.evaluate(model)
     return model
 
 

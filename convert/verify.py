@@ -11,8 +11,9 @@ from openelm_mlx import device
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.convert.sources import Source
 from openelm_mlx.errors import OpenELMError
-from openelm_mlx.loading import load_model
+from openelm_mlx.loading import load_model, make_ready
 from openelm_mlx.model import OpenELM
+from openelm_mlx.sampling import log_softmax
 from openelm_mlx.tokenizer import Tokenizer
 
 PASSAGE = Path(__file__).parent / "passage.txt"
@@ -72,7 +73,7 @@ def passage_ids(config: OpenELMConfig, tokenizer: Tokenizer | None) -> list[int]
 def compare(before: mx.array, after: mx.array, ids: list[int]) -> Verification:
     """Figures for two ``(L, V)`` float32 logit arrays of the tokens `ids`."""
     difference = mx.abs(before - after)
-    p, q = _log_softmax(before), _log_softmax(after)
+    p, q = log_softmax(before), log_softmax(after)
     targets = mx.array(ids[1:])[:, None]
     return Verification(
         tokens=len(ids),
@@ -93,6 +94,7 @@ def _perplexity(logprobs: mx.array, targets: mx.array) -> float:
 def _float32_model(source: Source) -> OpenELM:
     model = OpenELM(source.config)
     model.load_weights([(name, t.read().astype(mx.float32)) for name, t in source.tensors.items()])
+    make_ready(model, mx.float32)
     return model
 
 
@@ -101,7 +103,3 @@ def _logits(model: OpenELM, ids: list[int]) -> mx.array:
     mx.eval(logits)
     mx.clear_cache()
     return logits
-
-
-def _log_softmax(logits: mx.array) -> mx.array:
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -19,18 +19,29 @@ def page() -> str:
     parts = [
         "# Command line",
         "Written by `python docs/make_cli.py` from the commands themselves; a test keeps it in step.",
-        *(_verb(name, group.get_command(None, name)) for name in VERBS),
+        *(part for name in VERBS for part in _verb(name, group.get_command(None, name))),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _verb(name: str, command: Any) -> str:
+def _verb(name: str, command: Any) -> list[str]:
+    """The section of a verb, and those of its own verbs."""
+    return [_section(name, command), *(part for n, c in _verbs(command) for part in _verb(f"{name} {n}", c))]
+
+
+def _verbs(command: Any) -> list[tuple[str, Any]]:
+    return list(getattr(command, "commands", {}).items())
+
+
+def _section(name: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
     usage = " ".join(["openelm", name, *(p.name.upper() for p in arguments), "[OPTIONS]"])
     rows = [(f"`{p.name.upper()}`", p.help, "") for p in arguments] + [_row(p) for p in options]
     table = ["| | | default |", "| --- | --- | --- |", *(f"| {a} | {b} | {c} |" for a, b, c in rows)]
-    return "\n\n".join([f"## `openelm {name}`", f"    {usage}", _paragraphs(command.help), "\n".join(table)])
+    also = [f"It has verbs of its own: {', '.join(n for n, _ in _verbs(command))}."] if _verbs(command) else []
+    parts = [f"{'#' * (name.count(' ') + 2)} `openelm {name}`", f"    {usage}", _paragraphs(command.help), *also]
+    return "\n\n".join([*parts, "\n".join(table)])
 
 
 def _row(option: Any) -> tuple[str, str, str]:

@@ -1,7 +1,7 @@
 """Which backend, which dtype, how much memory: the one place that asks.
 
-`preload` is this package's single import-time act: MLX's Linux CPU wheel links an unoptimised reference BLAS, and an
-OpenBLAS loaded into the process first takes its place.
+`preload` is this package's single import-time act: MLX's Linux CPU wheel links an unoptimised reference BLAS, and a
+faster one loaded into the process first takes its place.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 BLAS_VARIABLE = "OPENELM_BLAS"
-BLAS_CHOICES = ("auto", "preload", "none")
+BLAS_CHOICES = ("auto", "shim", "preload", "none")
 _OPENBLAS = "libopenblas.so.0"
 
 _blas = "MLX's own"
 
 
 def preload() -> None:
-    """Load the system's OpenBLAS before ``mlx.core``, so that MLX's CPU backend uses it. Linux only; never fails.
+    """Load a fast BLAS before ``mlx.core``, so that MLX's CPU backend uses it. Linux only; never fails.
 
-    ``OPENELM_BLAS=auto`` (default) loads it when it is there, ``preload`` warns when it is not, ``none`` leaves MLX
-    alone. A BLAS loaded after ``mlx.core`` has no effect; :func:`blas` then says so.
+    There is one fast path, `openelm_mlx.cpu.blas`, and a plain one, the system's OpenBLAS. ``OPENELM_BLAS=auto``
+    (default) takes the first of them that is there; ``shim`` and ``preload`` each ask for one and warn when it is not;
+    ``none`` leaves MLX alone. A BLAS loaded after ``mlx.core`` has no effect; :func:`blas` then says so.
     """
     global _blas
     choice = os.environ.get(BLAS_VARIABLE, "auto")
@@ -37,15 +38,39 @@ def preload() -> None:
     if sys.platform != "linux" or choice == "none":
         return
     if "mlx.core" in sys.modules:
-        _blas = "MLX's own, slow (mlx was imported before openelm_mlx, too late to load OpenBLAS)"
+        _blas = "MLX's own, slow (mlx was imported before openelm_mlx, too late to load another)"
         return
+    why = "" if choice == "preload" else _load_shim()
+    if why is None:
+        return
+    if choice == "shim":
+        print(f"{BLAS_VARIABLE}=shim: {why}", file=sys.stderr)
+    if not _load_openblas(why) and choice == "preload":
+        print(f"{BLAS_VARIABLE}=preload: {_OPENBLAS} cannot be loaded; using MLX's own BLAS", file=sys.stderr)
+
+
+def _load_shim() -> str | None:
+    """Why the fast path cannot be had; None when it is loaded."""
+    global _blas
+    from openelm_mlx.cpu import blas
+
+    try:
+        _blas = blas.load()
+    except blas.Unavailable as e:
+        return str(e)
+    return None
+
+
+def _load_openblas(why_not_fast: str) -> bool:
+    global _blas
+    because = f"; no compiled fast path: {why_not_fast}" if why_not_fast else ""
     try:
         ctypes.CDLL(_OPENBLAS, ctypes.RTLD_GLOBAL)
-        _blas = f"OpenBLAS ({_OPENBLAS}, loaded before mlx)"
     except OSError:
-        _blas = f"MLX's own, slow (no {_OPENBLAS}; on Debian: apt-get install libopenblas0-pthread)"
-        if choice == "preload":
-            print(f"{BLAS_VARIABLE}=preload: {_OPENBLAS} cannot be loaded; using MLX's own BLAS", file=sys.stderr)
+        _blas = f"MLX's own, slow (no {_OPENBLAS}; on Debian: apt-get install libopenblas0-pthread{because})"
+        return False
+    _blas = f"OpenBLAS ({_OPENBLAS}, loaded before mlx{because})"
+    return True
 
 
 def blas() -> str:

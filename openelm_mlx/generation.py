@@ -289,12 +289,12 @@ def _steps(
         return
     choose = Sampler(sampling, ids)
     token, logprobs = choose(_prefill(model, mx.array(ids)[None], cache, step, progress))
-    mx.async_eval(token, logprobs)
+    mx.async_eval(token)
     for n in range(limit):
         last = n + 1 == limit
         if not last:  # the device works on the next token while this one is being read and printed
             following = choose(model(token[None], cache=cache)[:, -1])
-            mx.async_eval(*following)
+            mx.async_eval(following[0])
         elif feed_last:
             model(token[None], cache=cache)
             mx.async_eval([c.state for c in cache])

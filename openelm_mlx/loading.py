@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from openelm_mlx import cpu, device, files
+from openelm_mlx import device, files
 from openelm_mlx.checkpoint import PROVENANCE, check_names, generation_eos, open_weights
 from openelm_mlx.config import OpenELMConfig
+from openelm_mlx.cpu import halves, layers, unpacking
 from openelm_mlx.dtypes import parse_dtype
 from openelm_mlx.errors import CheckpointError, ConfigError, OpenELMError
 from openelm_mlx.model import OpenELM
@@ -66,42 +70,107 @@ def load(
     from openelm_mlx.tokenizer import Tokenizer
 
     folder = hub.resolve(name_or_path, revision=revision)
-    return load_model(folder, dtype=dtype, cpu_weights=cpu_weights), Tokenizer.from_folder(folder)
+    weights = start_loading(folder, dtype=dtype, cpu_weights=cpu_weights)
+    tokenizer = Tokenizer.from_folder(folder)  # takes a while, in which the weights are read
+    return weights.finished(), tokenizer
 
 
 def load_model(folder: Path, *, dtype: str | mx.Dtype | None = None, cpu_weights: str | None = None) -> OpenELM:
     """Load the model of a local folder; see :func:`load`."""
+    return start_loading(folder, dtype=dtype, cpu_weights=cpu_weights).finished()
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A model whose weights are being read while the caller does something else."""
+
+    folder: Path
+    _model: OpenELM
+
+    def finished(self) -> OpenELM:
+        """Wait for the last of the weights.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        with _as_checkpoint_errors(self.folder):
+            evaluate(self._model)
+        return self._model
+
+
+def start_loading(folder: Path, *, dtype: str | mx.Dtype | None = None, cpu_weights: str | None = None) -> Loading:
+    """Check a local folder and begin to read its weights; see :func:`load`."""
     values = read_model_config(folder)
     config = _with_generation_eos(config_of(values, folder / "config.json"), folder)
     tensors = open_weights(folder)
     target = _compute_dtype(values, tensors, dtype)
     model = build(config, values.get("quantization"), tensors, folder)
-    try:
-        # Arrays of safetensors files are lazy; nothing is read before make_ready evaluates them, one at a time.
+    with _as_checkpoint_errors(folder):
         model.load_weights(list(_arrays(tensors, target).items()))
-        make_ready(model, target, cpu_weights=cpu_weights)
+        make_ready(model, target, cpu_weights=cpu_weights, keep_bfloat16=dtype is None)
+        _read_ahead(model)
+    return Loading(folder, model)
+
+
+@contextmanager
+def _as_checkpoint_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as e:  # MLX's word for a file that shrank, or memory that ran out
         raise CheckpointError(f"{folder}: the weights cannot be loaded: {e}") from None
-    return model
 
 
-def make_ready(model: OpenELM, dtype: mx.Dtype, *, cpu_weights: str | None = None) -> None:
+def make_ready(model: OpenELM, dtype: mx.Dtype, *, cpu_weights: str | None = None, keep_bfloat16: bool = False) -> None:
     """Bring a filled model to the dtype it computes in, and to the form its backend is fast with; in place.
+
+    Weights that are lazy stay so; see :func:`evaluate`.
 
     Args:
         model: filled with its weights, which may be lazy.
         dtype: to compute in.
         cpu_weights: see :func:`load`.
+        keep_bfloat16: whether a CPU that computes in float32 may leave bfloat16 matrices as they are, where it can
+            multiply them so: see :mod:`openelm_mlx.cpu.halves`.
     """
     if cpu_weights not in (None, *CPU_WEIGHTS):
         raise OpenELMError(f"cpu_weights must be one of {', '.join(CPU_WEIGHTS)}, not {cpu_weights!r}")
     if dtype == mx.float16:
         check_float16(model.config, "computing")
-    if device.backend() == "cpu" and _unpacks(model, dtype, cpu_weights):
-        cpu.unpack(model)
+    on_cpu = device.backend() == "cpu"
+    if on_cpu and _unpacks(model, dtype, cpu_weights):
+        unpacking.unpack(model)
+    if on_cpu and dtype == mx.float32:
+        if keep_bfloat16:
+            halves.keep(model)
+        layers.speed_up(model)
     cast(model, dtype)
     device.keep_resident()
     model.eval()
+
+
+_READ_AHEAD = 1 << 28
+"""Bytes of weights that are read while the caller does something else. Meanwhile they are there twice, as stored and as
+they will be."""
+
+
+def _read_ahead(model: OpenELM) -> None:
+    left = _READ_AHEAD
+    for parameter in _parameters(model):
+        left -= parameter.nbytes
+        if left < 0:
+            return
+        mx.async_eval(parameter)
+
+
+def evaluate(model: nn.Module) -> None:
+    """Make lazy weights real, one at a time: there are never two copies of the whole model."""
+    for parameter in _parameters(model):
+        mx.eval(parameter)
+
+
+def _parameters(model: nn.Module) -> list[mx.array]:
+    flat: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
+    return [parameter for _, parameter in flat]
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
@@ -166,24 +235,29 @@ def check_float16(config: OpenELMConfig, doing: str) -> None:
 
 
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Bring every floating parameter to `dtype`, in place, one at a time: never two copies of the whole model."""
+    """Bring every floating parameter to `dtype`, in place; nothing is evaluated yet. Half-precision layers stay."""
     for layer in model.modules():
+        if isinstance(layer, halves.KINDS):
+            continue
         for name, value in layer.items():
             if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
                 layer[name] = value.astype(dtype)
-            if isinstance(value, mx.array):
-                mx.eval(layer[name])
 
 
-def memory_needed(folder: Path, dtype: str | mx.Dtype | None = None) -> int:
-    """Least bytes a model folder's weights take when loaded in `dtype` (as :func:`load` means it), and a full cache.
+def memory_needed(folder: Path, dtype: str | mx.Dtype | None = None, cpu_weights: str | None = None) -> int:
+    """Least bytes a model folder's weights take when loaded so (as :func:`load` means it), and a full cache.
 
-    Packed layers count as packed: a CPU, which unpacks them where there is room, can leave them so.
+    Packed layers count as packed unless `cpu_weights` is ``float32``: by default a CPU unpacks them only where there
+    is room.
     """
     values = read_model_config(folder)
     config, tensors = config_of(values, folder / "config.json"), open_weights(folder)
     item = _compute_dtype(values, tensors, dtype).size
-    weights = sum(t.size * item if t.dtype in _FLOATS else t.nbytes for t in tensors.values())
+    halved = dtype is None and device.backend() == "cpu" and halves.possible()
+    as_stored = {t for t, r in tensors.items() if r.dtype not in _FLOATS or (halved and r.dtype == "BF16")}
+    weights = sum(t.nbytes if name in as_stored else t.size * item for name, t in tensors.items())
+    if cpu_weights == "float32" and device.backend() == "cpu" and values.get("quantization"):
+        weights += unpacking.float32_bytes(build(config, values["quantization"], tensors, folder))
     return weights + kv_bytes_per_token(config, item) * config.max_context_length
 
 
@@ -192,13 +266,13 @@ def kv_bytes_per_token(config: OpenELMConfig, item_bytes: int) -> int:
     return 2 * sum(config.num_kv_heads) * config.head_dim * item_bytes
 
 
-def require_memory(folder: Path, dtype: str | mx.Dtype | None = None) -> None:
-    """Refuse a model that will not fit, before loading it in `dtype`, with both figures.
+def require_memory(folder: Path, dtype: str | mx.Dtype | None = None, cpu_weights: str | None = None) -> None:
+    """Refuse a model that will not fit, before loading it so, with both figures.
 
     Raises:
         TooLargeError: it does not fit.
     """
-    memory, needed = device.memory(), memory_needed(folder, dtype)
+    memory, needed = device.memory(), memory_needed(folder, dtype, cpu_weights)
     if memory and needed > memory.available:
         raise TooLargeError(
             f"{folder}: needs {needed / 1e9:.2f} GB to run, and there are {memory.available / 1e9:.2f} GB "
@@ -229,9 +303,8 @@ def _unpacks(model: OpenELM, dtype: mx.Dtype, cpu_weights: str | None) -> bool:
     if dtype != mx.float32:
         return False
     memory = device.memory()
-    flat: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
-    packed = sum(value.nbytes for _, value in flat)
-    return memory is None or cpu.float32_bytes(model) + packed < memory.available
+    packed = sum(parameter.nbytes for parameter in _parameters(model))
+    return memory is None or unpacking.float32_bytes(model) + packed < memory.available
 
 
 def _mlx_reads(path: Path) -> bool:

@@ -23,8 +23,28 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return nn.silu(gate) * up
 
 
+@mx.compile
+def scale_heads(x: mx.array, is_query: mx.array, q_weight: mx.array, k_weight: mx.array) -> mx.array:
+    """Multiply query heads by one weight ``(head_dim,)`` and key heads by the other: one kernel for both.
+
+    `x` is ``(B, H + H_kv, L, head_dim)``, `is_query` ``(H + H_kv, 1, 1)``.
+    """
+    return x * mx.where(is_query, q_weight, k_weight)
+
+
+def add_projection(residual: mx.array, projection: nn.Module, x: mx.array) -> mx.array:
+    """``residual + projection(x)``; in one kernel where the projection is a plain matrix."""
+    if type(projection) is nn.Linear and "bias" not in projection:
+        return mx.addmm(residual, x, projection.weight.T)
+    return residual + projection(x)
+
+
 class Attention(nn.Module):
-    """Grouped-query attention with per-head RMSNorm on queries and keys, then RoPE."""
+    """Grouped-query attention with per-head RMSNorm on queries and keys, then RoPE.
+
+    On a GPU a small model's decode step costs what its kernels cost to start: queries and keys are normalized, scaled
+    and rotated together, and the residual is added by the last projection.
+    """
 
     def __init__(self, config: OpenELMConfig, layer: int) -> None:
         super().__init__()
@@ -34,32 +54,39 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.rope_base = float(config.rope_freq_constant)
+        self.norm_eps = config.rms_norm_eps
         self.qkv_proj = nn.Linear(config.model_dim, (self.num_heads + 2 * self.num_kv_heads) * head_dim, bias=False)
         self.out_proj = nn.Linear(self.num_heads * head_dim, config.model_dim, bias=False)
         self.normalize_qk = config.normalize_qk_projections
         if self.normalize_qk:
             self.q_norm = nn.RMSNorm(head_dim, config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(head_dim, config.rms_norm_eps)
+            self._is_query = mx.arange(self.num_heads + self.num_kv_heads)[:, None, None] < self.num_heads
 
-    def __call__(self, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
+    def __call__(self, x: mx.array, residual: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
         B, L, _ = x.shape
         H, H_kv = self.num_heads, self.num_kv_heads
         qkv = self.qkv_proj(x).reshape(B, L, H + 2 * H_kv, self.head_dim).swapaxes(1, 2)  # (B, H + 2 H_kv, L, D)
-        q, k, v = mx.split(qkv, [H, H + H_kv], axis=1)
-        if self.normalize_qk:
-            q, k = self.q_norm(q), self.k_norm(k)
-        offset = 0 if cache is None else cache.offset
-        q, k = self._rope(q, offset), self._rope(k, offset)
+        qk, v = mx.split(qkv, [H + H_kv], axis=1)
+        q, k = mx.split(self.prepare(qk, 0 if cache is None else cache.offset), [H], axis=1)
         if cache is not None:
             k, v = cache.update_and_fetch(k, v)
-        out = self._attend(q, k, v, mask, cache)
-        return self.out_proj(out.swapaxes(1, 2).reshape(B, L, -1))
+        out = self.attend(q, k, v, mask, cache)
+        return add_projection(residual, self.out_proj, out.swapaxes(1, 2).reshape(B, L, -1))
 
-    def _rope(self, x: mx.array, offset: int | mx.array) -> mx.array:
-        # Half-split rotation, as in CoreNet's RotaryEmbedding; offset may hold one position a row (batch caches).
-        return mx.fast.rope(x, self.head_dim, traditional=False, base=self.rope_base, scale=1.0, offset=offset)
+    def prepare(self, qk: mx.array, offset: int | mx.array) -> mx.array:
+        """RMSNorm (where the model has it), then RoPE, of ``(B, H + H_kv, L, head_dim)`` queries and keys.
 
-    def _attend(self, q: mx.array, k: Any, v: Any, mask: Mask, cache: Any) -> mx.array:
+        RoPE is half-split, as in CoreNet's RotaryEmbedding, for positions from `offset` on, which may be one a row
+        (batch caches).
+        """
+        if self.normalize_qk:
+            normalized = mx.fast.rms_norm(qk, None, self.norm_eps)
+            qk = scale_heads(normalized, self._is_query, self.q_norm.weight, self.k_norm.weight)
+        return mx.fast.rope(qk, self.head_dim, traditional=False, base=self.rope_base, scale=1.0, offset=offset)
+
+    def attend(self, q: mx.array, k: Any, v: Any, mask: Mask, cache: Any) -> mx.array:
+        """Attention of ``(B, H, L, head_dim)`` queries to ``(B, H_kv, S, head_dim)`` keys and values."""
         if hasattr(cache, "bits"):
             # Only mlx-lm's QuantizedKVCache has bits, so mlx-lm is loaded already: its kernel reads what it packed.
             from mlx_lm.models.base import quantized_scaled_dot_product_attention
@@ -79,9 +106,12 @@ class FeedForward(nn.Module):
         self.proj_1 = nn.Linear(config.model_dim, 2 * width if self.glu else width, bias=False)
         self.proj_2 = nn.Linear(width, config.model_dim, bias=False)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        y = self.proj_1(x)
-        return self.proj_2(swiglu(*mx.split(y, 2, axis=-1)) if self.glu else nn.silu(y))
+    def __call__(self, x: mx.array, residual: mx.array) -> mx.array:
+        return add_projection(residual, self.proj_2, self.activate(self.proj_1(x)))
+
+    def activate(self, y: mx.array) -> mx.array:
+        """What stands between the projections: ``(B, L, 2 width)`` to ``(B, L, width)``, or the width as it is."""
+        return swiglu(*mx.split(y, 2, axis=-1)) if self.glu else nn.silu(y)
 
 
 class DecoderLayer(nn.Module):
@@ -95,8 +125,8 @@ class DecoderLayer(nn.Module):
         self.attn_norm = nn.RMSNorm(config.model_dim, config.rms_norm_eps)
 
     def __call__(self, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
-        x = x + self.attn(self.attn_norm(x), mask, cache)
-        return x + self.ffn(self.ffn_norm(x))
+        x = self.attn(self.attn_norm(x), x, mask, cache)
+        return self.ffn(self.ffn_norm(x), x)
 
 
 class Decoder(nn.Module):

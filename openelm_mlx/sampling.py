@@ -35,27 +35,32 @@ class Sampler:
 
         Returns:
             The token, ``(1,)``, and the log-probabilities it was chosen from before filters and temperature,
-            ``(1, V)``. Both are lazy.
+            ``(1, V)`` float32. Both are lazy, and the token needs no log-probabilities: whoever does not look at them
+            does not pay for them.
         """
         how = self._how
-        logits = logits.astype(mx.float32)
         if how.repetition_penalty != 1.0 and self._recent.size:
-            logits = penalize(logits, self._recent, how.repetition_penalty)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            logits = penalize(logits.astype(mx.float32), self._recent, how.repetition_penalty)
         if how.temperature == 0:
-            token = logprobs.argmax(-1)
+            token = logits.argmax(-1)
         else:
             self._key, key = mx.random.split(self._key)
-            token = mx.random.categorical(heat(keep_likely(logprobs, how), how.temperature), key=key)
+            likely = keep_likely(logits.astype(mx.float32), how)
+            token = mx.random.categorical(heat(likely, how.temperature), key=key)
         if how.repetition_penalty != 1.0:
             self._recent = mx.concatenate([self._recent, token.astype(mx.int32)])[-how.repetition_context_size :]
-        return token, logprobs
+        return token, log_softmax(logits.astype(mx.float32))
 
 
-def heat(logprobs: mx.array, temperature: float) -> mx.array:
-    """Divide ``(1, V)`` log-probabilities by a temperature above 0."""
-    # Within float32, where an extreme temperature would make every token -inf, or NaN.
-    return logprobs / min(max(temperature, _TINY), 1 / _TINY)
+def log_softmax(logits: mx.array) -> mx.array:
+    """Log-probabilities of ``(..., V)`` logits."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def heat(logits: mx.array, temperature: float) -> mx.array:
+    """Divide ``(1, V)`` logits by a temperature above 0."""
+    # The best becomes 0, and the temperature stays within float32: an extreme one would make every token -inf, or NaN.
+    return (logits - logits.max(-1, keepdims=True)) / min(max(temperature, _TINY), 1 / _TINY)
 
 
 def penalize(logits: mx.array, recent: mx.array, penalty: float) -> mx.array:
@@ -66,19 +71,19 @@ def penalize(logits: mx.array, recent: mx.array, penalty: float) -> mx.array:
     return logits
 
 
-def keep_likely(logprobs: mx.array, how: Sampling) -> mx.array:
-    """Apply top-k, top-p and min-p to ``(1, V)`` log-probabilities; what they remove becomes -inf."""
-    vocab = logprobs.shape[-1]
+def keep_likely(logits: mx.array, how: Sampling) -> mx.array:
+    """Apply top-k, top-p and min-p to ``(1, V)`` float32 logits; what they remove becomes -inf."""
+    vocab = logits.shape[-1]
     if 0 < how.top_k < vocab:
-        kth = mx.topk(logprobs, how.top_k, axis=-1).min(-1, keepdims=True)
-        logprobs = mx.where(logprobs < kth, -mx.inf, logprobs)
+        kth = mx.topk(logits, how.top_k, axis=-1).min(-1, keepdims=True)
+        logits = mx.where(logits < kth, -mx.inf, logits)
     if how.top_p < 1:
-        order = mx.argsort(-logprobs, axis=-1)
-        probs = mx.softmax(mx.take_along_axis(logprobs, order, axis=-1), axis=-1)
+        order = mx.argsort(-logits, axis=-1)
+        probs = mx.softmax(mx.take_along_axis(logits, order, axis=-1), axis=-1)
         before = mx.cumsum(probs, axis=-1, inclusive=False)  # mass of the more likely tokens
-        drop = mx.put_along_axis(mx.zeros(logprobs.shape, mx.bool_), order, before >= max(how.top_p, _TINY), axis=-1)
-        logprobs = mx.where(drop, -mx.inf, logprobs)
+        drop = mx.put_along_axis(mx.zeros(logits.shape, mx.bool_), order, before >= max(how.top_p, _TINY), axis=-1)
+        logits = mx.where(drop, -mx.inf, logits)
     if how.min_p > 0:
-        least = logprobs.max(-1, keepdims=True) + mx.log(mx.array(how.min_p))
-        logprobs = mx.where(logprobs < least, -mx.inf, logprobs)
-    return logprobs
+        least = logits.max(-1, keepdims=True) + mx.log(mx.array(how.min_p))
+        logits = mx.where(logits < least, -mx.inf, logits)
+    return logits

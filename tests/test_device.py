@@ -12,6 +12,8 @@ import mlx.core as mx
 import pytest
 
 from openelm_mlx import device
+from tests.cpu.compiled import can_be_made
+from tests.cpu.starts import FAST, has_openblas
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="preloads on Linux only")
 GIB = 1 << 30
@@ -24,71 +26,75 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# Whether OpenBLAS's symbols are found by libraries loaded later, as MLX's.
+# Whether OpenBLAS's symbols, and the compiled library's, are found by libraries loaded later, as MLX's.
 REPORT = """
 import ctypes
 import openelm_mlx
 from openelm_mlx import device
 print(device.blas())
 print(hasattr(ctypes.CDLL(None), "openblas_get_config"))
+print(hasattr(ctypes.CDLL(None), "openelm_blas_setup"))
 """
-
-
-def has_openblas() -> bool:
-    import ctypes
-
-    try:
-        ctypes.CDLL("libopenblas.so.0")
-    except OSError:
-        return False
-    return True
 
 
 @LINUX
 class TestBlas:
     @pytest.mark.skipif(not has_openblas(), reason="no OpenBLAS is installed")
-    @pytest.mark.parametrize("choice", [None, "auto", "preload"])
-    def test_it_is_loaded(self, choice: str | None) -> None:
+    def test_the_systems(self) -> None:
+        done = run(REPORT, **{device.BLAS_VARIABLE: "preload"})
+        assert done.stdout.splitlines() == ["OpenBLAS (libopenblas.so.0, loaded before mlx)", "True", "False"]
+        assert done.stderr == ""
+
+    @pytest.mark.skipif(not can_be_made(), reason="needs cc, and the OpenBLAS of NumPy's wheel")
+    @pytest.mark.parametrize("choice", [None, "auto", "shim"])
+    def test_the_compiled_one_comes_first(self, choice: str | None) -> None:
+        """And it alone: the system's OpenBLAS is not loaded as well."""
         done = run(REPORT, **({device.BLAS_VARIABLE: choice} if choice else {}))
-        assert done.stdout.splitlines() == ["OpenBLAS (libopenblas.so.0, loaded before mlx)", "True"]
+        assert done.stdout.splitlines() == [FAST, "False", "True"]
         assert done.stderr == ""
 
     def test_it_is_left_out(self) -> None:
         done = run(REPORT, **{device.BLAS_VARIABLE: "none"})
-        assert done.stdout.splitlines() == ["MLX's own", "False"]
+        assert done.stdout.splitlines() == ["MLX's own", "False", "False"]
         assert done.stderr == ""
 
     def test_an_unknown_choice_is_said_and_means_auto(self) -> None:
         done, auto = run(REPORT, **{device.BLAS_VARIABLE: "fast"}), run(REPORT)
-        assert done.stderr == "OPENELM_BLAS=fast: expected auto, preload, none; using auto\n"
+        assert done.stderr == "OPENELM_BLAS=fast: expected auto, shim, preload, none; using auto\n"
         assert done.stdout == auto.stdout
 
     def test_mlx_imported_first_is_too_late(self) -> None:
         done = run(f"import mlx.core\n{REPORT}")
         assert done.stdout.splitlines() == [
-            "MLX's own, slow (mlx was imported before openelm_mlx, too late to load OpenBLAS)",
+            "MLX's own, slow (mlx was imported before openelm_mlx, too late to load another)",
+            "False",
             "False",
         ]
 
-    @pytest.mark.parametrize("choice", ["auto", "preload"])
+    @pytest.mark.parametrize("choice", ["auto", "shim", "preload"])
     def test_where_there_is_none(self, choice: str) -> None:
+        """No library at all can be loaded; NumPy's is not even looked for when the system's is asked for."""
         code = (
-            "import ctypes\nclass Gone:\n    def __init__(self, *args, **options): raise OSError\n"
+            "import ctypes\nclass Gone:\n    def __init__(self, *args, **options): raise OSError('gone')\n"
             f"whole, ctypes.CDLL = ctypes.CDLL, Gone\nimport openelm_mlx\nctypes.CDLL = whole\n{REPORT}"
         )
         done = run(code, **{device.BLAS_VARIABLE: choice})
         assert done.stdout.startswith("MLX's own, slow (no libopenblas.so.0; on Debian: apt-get install")
-        assert ("OPENELM_BLAS=preload: libopenblas.so.0 cannot be loaded" in done.stderr) == (choice == "preload")
+        why = "NumPy's OpenBLAS cannot be used: gone"
+        assert (f"; no compiled fast path: {why})" in done.stdout) == (choice != "preload")
+        said = {"preload": "libopenblas.so.0 cannot be loaded; using MLX's own BLAS", "shim": why}
+        assert done.stderr == (f"OPENELM_BLAS={choice}: {said[choice]}\n" if choice in said else "")
 
     def test_products_are_right_either_way(self) -> None:
         code = (
             "import openelm_mlx, numpy, mlx.core as mx\n"
             "a, b = (mx.random.normal((160, 160), key=mx.random.key(k)) for k in (1, 2))\n"
-            "error = numpy.abs(numpy.asarray(a @ b) - numpy.asarray(a) @ numpy.asarray(b)).max()\n"
-            "print(float(error))"
+            "for x, y in ((a, b), (a[:3], b), (a[:3], b.T), (a, b.T)):\n"
+            "    error = numpy.abs(numpy.asarray(x @ y) - numpy.asarray(x) @ numpy.asarray(y)).max()\n"
+            "    assert error < (1e-4 if mx.default_device().type == mx.DeviceType.cpu else 1e-1), error\n"
         )
-        for choice in ("auto", "none"):
-            assert float(run(code, **{device.BLAS_VARIABLE: choice}).stdout) < (1e-4 if cpu() else 1e-1)
+        for choice in ("shim", "preload", "none"):
+            run(code, **{device.BLAS_VARIABLE: choice})
 
     def test_importing_does_nothing_else(self) -> None:
         code = "import sys, openelm_mlx; print([m for m in sys.modules if m.startswith(('mlx', 'numpy', 'torch'))])"

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from openelm_mlx._links import check_links
 
 VERBS = {
+    "bench": "openelm_mlx.benchmarks.command",
     "convert": "openelm_mlx.convert.command",
     "generate": "openelm_mlx.cli.generate",
     "inspect": "openelm_mlx.cli.inspect",

@@ -58,6 +58,14 @@ def generate(
             help="Compute in bfloat16, float16 or float32 instead of the default (what is stored; float32 on a CPU)."
         ),
     ] = None,
+    cpu_weights: Annotated[
+        str | None,
+        typer.Option(
+            help="What a CPU does with packed (4- and 8-bit) weights: float32 unpacks them, which is fast and takes "
+            "eight times the memory of 4 bits; keep computes on them as they are. By default they are unpacked if "
+            "memory allows."
+        ),
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics.")] = False,
@@ -71,7 +79,7 @@ def generate(
     text = _read_prompt(prompt)
     from openelm_mlx import hub
     from openelm_mlx.generation import stream_generate
-    from openelm_mlx.loading import load_model, read_model_config, require_memory
+    from openelm_mlx.loading import require_memory, start_loading
     from openelm_mlx.stopping import StopStrings
     from openelm_mlx.tokenizer import Tokenizer
 
@@ -86,17 +94,17 @@ def generate(
     }
     Sampling(**sampling), StopStrings(stop or ())  # a wrong value is refused before the model is loaded
     folder = hub.resolve(model, revision=revision, quiet=quiet)
-    tokenizer = Tokenizer.from_folder(folder)
+    if not force:
+        require_memory(folder, dtype, cpu_weights)
+    weights = start_loading(folder, dtype=dtype, cpu_weights=cpu_weights)
+    tokenizer = Tokenizer.from_folder(folder)  # takes a while, in which the weights are read
     if tokenizer is None:
-        read_model_config(folder)  # says what is wrong when this is no model folder at all
         raise OpenELMError(
             f"{folder}: has no tokenizer (no tokenizer.json or tokenizer.model), so no text can be generated; "
             "convert it again with --tokenizer FILE, FOLDER or HUB-NAME"
         )
     prompt_or_chat = _as_chat(tokenizer, text, system, raw)
-    if not force:
-        require_memory(folder, dtype)
-    loaded = load_model(folder, dtype=dtype)
+    loaded = weights.finished()
     responses = stream_generate(
         loaded,
         tokenizer,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from openelm_mlx.errors import OpenELMError
 from openelm_mlx.layer_paths import grouped
 
 if TYPE_CHECKING:
@@ -93,7 +92,9 @@ def _lines(s: Summary) -> list[str]:
     if s.provenance:
         lines += _provenance(s.provenance)
     runtime = _runtime()
-    lines += [f"runs on       {runtime['backend']}, computing in {runtime['compute_dtype']}"]
+    unpacked = f", packed weights unpacked to {s.bytes_by_precision['fp32'] / 1e6:,.1f} MB if memory allows"
+    runs_on = f"{runtime['backend']}, computing in {runtime['compute_dtype']}"
+    lines += [f"runs on       {runs_on}{unpacked if s.quantization and runtime['backend'] == 'cpu' else ''}"]
     return [*lines, f"BLAS          {runtime['blas']}"] if runtime["blas"] else lines
 
 
@@ -116,24 +117,15 @@ def _provenance(p: dict[str, Any]) -> list[str]:
 
 
 def _plot(s: Summary, path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise OpenELMError("--plot needs matplotlib: pip install 'openelm-mlx[plots]'") from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from openelm_mlx import plotting
 
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     attention = [s.config.head_dim * s.config.model_dim * (2 * x.query_heads + 2 * x.kv_heads) for x in s.layers]
     width = [x.layer for x in s.layers]
     rest = [x.parameters - a for x, a in zip(s.layers, attention, strict=True)]
-    axes.bar(width, [n / 1e6 for n in attention], label="attention")
-    axes.bar(width, [n / 1e6 for n in rest], bottom=[n / 1e6 for n in attention], label="feed-forward and norms")
-    axes.set(xlabel="layer", ylabel="million parameters", title=f"{s.preset or Path(s.name).name}: parameters by layer")
-    axes.legend()
-    try:
-        figure.savefig(path, format="png")
-    except OSError as e:
-        raise OpenELMError(f"{path}: the plot cannot be written: {e.strerror or e}") from None
-    finally:
-        pyplot.close(figure)
+    with plotting.png(path) as figure:
+        axes = figure.subplots()
+        axes.bar(width, [n / 1e6 for n in attention], label="attention")
+        axes.bar(width, [n / 1e6 for n in rest], bottom=[n / 1e6 for n in attention], label="feed-forward and norms")
+        title = f"{s.preset or Path(s.name).name}: parameters by layer"
+        axes.set(xlabel="layer", ylabel="million parameters", title=title)
+        axes.legend()

@@ -328,7 +328,7 @@ import openelm_mlx.loading
 def slowly(*_, **__):
     Path(MARK).touch()
     time.sleep(30)
-openelm_mlx.loading.load_model = slowly
+openelm_mlx.loading.start_loading = slowly
 """
 
 

@@ -157,10 +157,8 @@ def test_stock_mlx_lm_loads_a_folder_with_kept_layers(tmp_path: Path) -> None:
     ids = mx.array([[1, 17, 400, 33, 5]])
     theirs, config = mlx_lm_load(out)
     assert config["quantization"]["transformer.layers.0.attn.out_proj"] is False
-    ours = load_model(out, dtype="bfloat16")
-    np.testing.assert_allclose(
-        np.asarray(theirs(ids).astype(mx.float32)), np.asarray(ours(ids).astype(mx.float32)), atol=0.15
-    )
+    theirs.set_dtype(mx.float32)  # their bfloat16 and ours round at different places
+    np.testing.assert_allclose(np.asarray(load_model(out)(ids)), np.asarray(theirs(ids)), atol=1e-4)
 
 
 def test_a_tensor_converted_in_blocks_is_the_same(

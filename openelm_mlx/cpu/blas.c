@@ -1,0 +1,423 @@
+/* cblas_sgemm for MLX's CPU backend, in front of the OpenBLAS that NumPy brings.
+ *
+ * MLX calls cblas_sgemm for every float32 matrix product, also for the few rows of a decode step or a short prompt. There
+ * the weights are used a few times each and memory sets the pace, but OpenBLAS's gemm first packs them, which reads and
+ * writes them once more. Products of at most MOST_ROWS rows are therefore computed here, straight from the weights as
+ * they lie; all others go to OpenBLAS. So are products with weights in bfloat16, which cblas_sgemm has no type for: see
+ * openelm_bfloat16_alpha.
+ *
+ * Rows of the weights are handed out in small pieces to whichever thread is free, so that a thread that the system
+ * takes away for a while (the machine has other work) delays one piece and not the whole product.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
+enum { MOST_ROWS = 48 };  /* From here on packing the weights pays. */
+enum { SMALL = 1 << 16 };  /* Weights below which waking other threads costs more than it saves. */
+enum { PIECE = 1 << 16 };  /* Weights in a piece: 256 KiB, which the second cache holds. */
+
+typedef void gemm_fn(int order, int ta, int tb, int64_t m, int64_t n, int64_t k, float alpha, const float *a,
+                     int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
+
+static gemm_fn *openblas_gemm;
+static int thread_count = 1;
+
+/* C (m, n) = alpha A (m, k) B + beta C. B is (n, k) in `dots`, (k, n) in `sums`. */
+typedef struct {
+    int m;
+    int64_t n, k;
+    float alpha;
+    const float *a;
+    int64_t lda;
+    const void *b; /* float, or where `half` is set bfloat16. */
+    int64_t ldb;
+    float beta;
+    float *c;
+    int64_t ldc;
+    int half;
+    const float *packed; /* A for `dots`; see `pack`. */
+    int64_t skew;
+} product;
+
+/* Vectors as wide as the processor's, and accumulators for as many rows as its registers hold. */
+#if defined(__AVX512F__)
+enum { LANES = 16, ROWS = 6 };
+#elif defined(__AVX__)
+enum { LANES = 8, ROWS = 3 };
+#else
+enum { LANES = 4, ROWS = 6 };
+#endif
+enum { AT_ONCE = 4 }; /* Rows of the weights. */
+typedef float vec __attribute__((vector_size(LANES * sizeof(float)), may_alias));
+typedef float unaligned_vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef int32_t mask __attribute__((vector_size(LANES * sizeof(float))));
+
+typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float))));
+typedef uint16_t halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(sizeof(uint16_t)), may_alias));
+
+/* A vector of weights. A bfloat16 is the upper half of a float. */
+static inline __attribute__((always_inline)) vec weights(const void *b, int64_t at, const int half) {
+    if (!half) return *(const unaligned_vec *)((const float *)b + at);
+    return (vec)(__builtin_convertvector(*(const halves *)((const uint16_t *)b + at), words) << 16);
+}
+
+static inline const void *place(const void *b, int64_t at, const int half) {
+    return half ? (const void *)((const uint16_t *)b + at) : (const void *)((const float *)b + at);
+}
+
+/* Lane i of the result is lane i + by of `v`, round and round. */
+static inline vec rotated(vec v, int64_t by) {
+#if defined(__clang__)
+    float twice[2 * LANES];
+    *(unaligned_vec *)twice = *(unaligned_vec *)(twice + LANES) = v;
+    return *(unaligned_vec *)(twice + by % LANES);
+#else
+    mask lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = (i + by) % LANES;
+    return __builtin_shuffle(v, lanes);
+#endif
+}
+
+static inline float total(vec v) {
+    float part[LANES];
+    *(unaligned_vec *)part = v;
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] += part[i + width];
+    return part[0];
+}
+
+/* Loads that straddle two lines of the cache take twice as long, and what malloc returns begins in the middle of one.
+ * So a row of the weights is read as: what comes before `skew`, where a line begins, in one vector; whole aligned vectors
+ * from there; what is left in one vector more. The first and the last are read from where the row begins and ends, and
+ * rotated so that element i is always in lane (i - skew) % LANES, with zeros in the lanes they do not fill (what is read
+ * there may be infinite). A is copied into the same vectors, those of ROWS rows side by side: every tile reads them in
+ * order. The sums are rotated back in the end: what is added to what, and when, does not depend on `skew`. */
+static int64_t vectors(const product *p) { return 2 + (p->k - p->skew) / LANES; }
+
+static inline int64_t aligned_end(const product *p) { return p->skew + (vectors(p) - 2) * LANES; }
+
+static inline mask from_lane(int64_t first) {
+    mask m;
+    for (int i = 0; i < LANES; i++) m[i] = i < first ? 0 : -1;
+    return m;
+}
+
+static int64_t packed_floats(const product *p) { return (p->m + ROWS - 1) / ROWS * ROWS * vectors(p) * LANES; }
+
+static void pack(product *p, float *to) {
+    const int64_t count = vectors(p);
+    p->packed = to;
+    for (int row = 0; row < p->m; row += ROWS) {
+        const int rows = p->m - row < ROWS ? p->m - row : ROWS;
+        for (int64_t v = 0; v < count; v++)
+            for (int r = 0; r < rows; r++) {
+                const float *a = p->a + (row + r) * p->lda;
+                const int64_t at = p->skew + (v - 1) * LANES; /* Below 0 and beyond k there are no elements. */
+                for (int64_t i = at; i < at + LANES; i++) *to++ = i < 0 || i >= p->k ? 0 : a[i];
+            }
+    }
+}
+
+/* Sums for a piece of the weights' rows and for ROWS rows of A, kept together: rows of C can lie so that all of them
+ * fall on the same few lines of the cache. */
+enum { MOST_COLUMNS = 256 };
+typedef float sums_of_piece[ROWS][MOST_COLUMNS];
+
+static inline __attribute__((always_inline)) void add(vec sum[ROWS][AT_ONCE], const vec *x, const vec *w, const int m,
+                                                      const int n) {
+    for (int r = 0; r < m; r++)
+        for (int s = 0; s < n; s++) sum[r][s] += x[r] * w[s];
+}
+
+/* `m` rows of A from `row` on, times `n` rows of the weights from `column` on. With both numbers known to the compiler
+ * the sums stay in registers. */
+static inline __attribute__((always_inline)) void tile(const product *p, int row, const int m, int64_t column,
+                                                       const int n, const int half, sums_of_piece out, int64_t at) {
+    const int64_t k = p->k, ldb = p->ldb, count = vectors(p);
+    const void *b = place(p->b, column * ldb, half), *next = place(b, AT_ONCE * ldb, half);
+    const vec *x = (const vec *)p->packed + row * count;
+    const mask head = from_lane(LANES - p->skew), tail = ~from_lane(k - aligned_end(p));
+    vec sum[ROWS][AT_ONCE] = {{{0}}}, w[AT_ONCE];
+    for (int s = 0; s < n; s++) w[s] = (vec)((mask)rotated(weights(b, s * ldb, half), p->skew) & head);
+    add(sum, x, w, m, n);
+    for (int64_t v = 1, i = p->skew; v < count - 1; v++, i += LANES) {
+        x += m;
+        for (int s = 0; s < n; s++) {
+            w[s] = weights(b, s * ldb + i, half);
+            if (row == 0) __builtin_prefetch(place(next, s * ldb + i, half)); /* What comes next, at every place. */
+        }
+        add(sum, x, w, m, n);
+    }
+    const int64_t last = k - LANES;
+    for (int s = 0; s < n; s++)
+        w[s] = (vec)((mask)rotated(weights(b, s * ldb + last, half), aligned_end(p) - last) & tail);
+    add(sum, x + m, w, m, n);
+    for (int r = 0; r < m; r++)
+        for (int s = 0; s < n; s++) out[r][at + s] = total(rotated(sum[r][s], LANES - p->skew));
+}
+
+typedef void tiles_fn(const product *, int row, int64_t first, int64_t count, sums_of_piece out);
+#define TILES(NAME, M, HALF)                                                                                \
+    static void NAME(const product *p, int row, int64_t first, int64_t count, sums_of_piece out) {          \
+        int64_t j = 0;                                                                                      \
+        for (; j + AT_ONCE <= count; j += AT_ONCE) tile(p, row, M, first + j, AT_ONCE, HALF, out, j);       \
+        for (; j < count; j++) tile(p, row, M, first + j, 1, HALF, out, j);                                 \
+    }
+#define BOTH_TILES(M) TILES(tiles_##M, M, 0) TILES(half_tiles_##M, M, 1)
+BOTH_TILES(1)
+BOTH_TILES(2)
+BOTH_TILES(3)
+#if defined(__AVX__) && !defined(__AVX512F__)
+static tiles_fn *const tiles[2][ROWS + 1] = {
+    {0, tiles_1, tiles_2, tiles_3},
+    {0, half_tiles_1, half_tiles_2, half_tiles_3},
+};
+#else
+BOTH_TILES(4)
+BOTH_TILES(5)
+BOTH_TILES(6)
+static tiles_fn *const tiles[2][ROWS + 1] = {
+    {0, tiles_1, tiles_2, tiles_3, tiles_4, tiles_5, tiles_6},
+    {0, half_tiles_1, half_tiles_2, half_tiles_3, half_tiles_4, half_tiles_5, half_tiles_6},
+};
+#endif
+
+/* Columns of C that one piece makes: the weights behind them stay in the nearest caches while all of A passes. */
+static int64_t columns_of_piece(const product *p) {
+    const int64_t columns = (PIECE << p->half) / p->k & ~(int64_t)(AT_ONCE - 1);
+    return columns < AT_ONCE ? AT_ONCE : columns > MOST_COLUMNS ? MOST_COLUMNS : columns;
+}
+
+static void do_piece(const product *p, int64_t first, int64_t count) {
+    sums_of_piece sums;
+    for (int row = 0; row < p->m; row += ROWS) {
+        const int rows = p->m - row < ROWS ? p->m - row : ROWS;
+        tiles[p->half][rows](p, row, first, count, sums);
+        for (int r = 0; r < rows; r++) {
+            float *restrict c = p->c + (row + r) * p->ldc + first;
+            for (int64_t j = 0; j < count; j++) c[j] = p->alpha * sums[r][j] + (p->beta == 0 ? 0 : p->beta * c[j]);
+        }
+    }
+}
+
+static void dots(const product *p) {
+    const int64_t step = columns_of_piece(p);
+    for (int64_t j = 0; j < p->n; j += step) do_piece(p, j, j + step < p->n ? step : p->n - j);
+}
+
+/* Attention's weights times values: few columns, which stay in the nearest cache while B is read once. */
+static void sums(const product *p) {
+    for (int r = 0; r < p->m; r++) {
+        float *restrict c = p->c + r * p->ldc;
+        for (int64_t j = 0; j < p->n; j++) c[j] = p->beta == 0 ? 0 : p->beta * c[j];
+    }
+    for (int64_t i = 0; i < p->k; i++) {
+        const float *restrict b = (const float *)p->b + i * p->ldb;
+        for (int r = 0; r < p->m; r++) {
+            float *restrict c = p->c + r * p->ldc;
+            const float scale = p->alpha * p->a[r * p->lda + i];
+            for (int64_t j = 0; j < p->n; j++) c[j] += scale * b[j];
+        }
+    }
+}
+
+/* The helpers. `ticket` is odd while there is a product to work at; a helper counts itself in `working` before it
+ * looks at the ticket again, and whoever closes the ticket waits until nobody is counted: no helper touches a product
+ * whose call has returned. */
+static product shared;
+static atomic_llong next_column;
+static atomic_uint ticket;
+static atomic_int working, sleeping;
+static int started;
+static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER, sleep_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void take_pieces(void) {
+    const int64_t n = shared.n, step = columns_of_piece(&shared);
+    for (int64_t j; (j = atomic_fetch_add(&next_column, step)) < n;)
+        do_piece(&shared, j, j + step < n ? step : n - j);
+}
+
+static void wait_for_a_change(unsigned seen) {
+    for (int i = 0; i < 20000; i++) {  /* The next product of a decode step comes within microseconds. */
+        if (atomic_load(&ticket) != seen) return;
+        relax();
+    }
+    pthread_mutex_lock(&sleep_lock);
+    atomic_fetch_add(&sleeping, 1);
+    while (atomic_load(&ticket) == seen) pthread_cond_wait(&wake, &sleep_lock);
+    atomic_fetch_sub(&sleeping, 1);
+    pthread_mutex_unlock(&sleep_lock);
+}
+
+static void *help(void *unused) {
+    unsigned seen = 0;
+    for (;;) {
+        wait_for_a_change(seen);
+        seen = atomic_load(&ticket);
+        if (seen % 2 == 0) continue;
+        atomic_fetch_add(&working, 1);
+        if (atomic_load(&ticket) == seen) take_pieces();
+        atomic_fetch_sub(&working, 1);
+    }
+    return unused;
+}
+
+static void after_fork(void) {  /* The child has this thread alone. */
+    started = 0;
+    atomic_store(&ticket, 0);
+    atomic_store(&working, 0);
+    atomic_store(&sleeping, 0);
+    pthread_mutex_init(&in_use, NULL);
+    pthread_mutex_init(&sleep_lock, NULL);
+    pthread_cond_init(&wake, NULL);
+}
+
+static void start_helpers(void) {
+    sigset_t all, before;
+    pthread_t thread;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  /* Signals are for the program's own threads. */
+    for (int i = 1; i < thread_count && pthread_create(&thread, NULL, help, NULL) == 0; i++) pthread_detach(thread);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    started = 1;
+}
+
+static void together(const product *p) {
+    if (!started) start_helpers();
+    shared = *p;
+    atomic_store(&next_column, 0);
+    atomic_fetch_add(&ticket, 1);
+    if (atomic_load(&sleeping)) {
+        pthread_mutex_lock(&sleep_lock);
+        pthread_cond_broadcast(&wake);
+        pthread_mutex_unlock(&sleep_lock);
+    }
+    take_pieces();
+    atomic_fetch_add(&ticket, 1);
+    for (int i = 0; atomic_load(&working); i++) i < 20000 ? relax() : (void)sched_yield();
+}
+
+/* Room for A, packed; one for each thread that asks for products. NULL when memory has run out. */
+static pthread_key_t room_of_thread;  /* Frees it when the thread ends. */
+
+static float *room_for(int64_t floats) {
+    static _Thread_local float *room;
+    static _Thread_local int64_t held;
+    if (floats > held) {
+        free(room);
+        held = 0;
+        if (posix_memalign((void **)&room, 64, floats * sizeof(float))) room = NULL;
+        else held = floats;
+        pthread_setspecific(room_of_thread, room);
+    }
+    return room;
+}
+
+/* Elements of a row of B before the first that begins a vector's width in memory; 0 where rows differ in that. */
+static int64_t skew_of(const product *p) {
+    const int64_t past = (uintptr_t)p->b / (p->half ? sizeof(uint16_t) : sizeof(float)) % LANES;
+    return p->ldb % LANES == 0 && past ? LANES - past : 0;
+}
+
+static int few_rows(product p) {
+    p.skew = skew_of(&p);
+    if (p.k < 2 * LANES) return 0;
+    float *room = room_for(packed_floats(&p));
+    if (!room) return 0;
+    pack(&p, room);
+    if ((int64_t)p.n * p.k < SMALL || thread_count < 2 || pthread_mutex_trylock(&in_use)) {
+        dots(&p);
+    } else {
+        together(&p);
+        pthread_mutex_unlock(&in_use);
+    }
+    return 1;
+}
+
+/* Weights in bfloat16. cblas_sgemm has no type for them, and MLX's own products with them are slow, so they come under
+ * the name of floats, two in one, and with an alpha that nobody else uses. A row of B is then two rows of the weights, and
+ * C, whose rows are as long as B has rows, has two of its rows for one of the product; for that A has twice the rows it
+ * needs, of which the first half is read. Whatever the shapes, nothing beyond the arrays that the call names is touched. */
+const float openelm_bfloat16_alpha = 0x1.8bf16p+100f;
+
+static void without_vectors(const product *p) {
+    for (int r = 0; r < p->m; r++)
+        for (int64_t j = 0; j < p->n; j++) {
+            float sum = 0;
+            for (int64_t i = 0; i < p->k; i++) {
+                const union { uint32_t word; float value; } w = {
+                    (uint32_t)((const uint16_t *)p->b)[j * p->ldb + i] << 16};
+                sum += p->a[r * p->lda + i] * w.value;
+            }
+            p->c[r * p->ldc + j] = sum;
+        }
+}
+
+/* Many rows are OpenBLAS's: it gets the weights as floats, so many rows of them at a time. */
+enum { EXPANDED_ROWS = 768 };
+
+static int many_rows(const product *p) {
+    const int64_t step = p->n < EXPANDED_ROWS ? p->n : EXPANDED_ROWS;
+    float *room = room_for(step * p->k);
+    if (!room) return 0;
+    for (int64_t j = 0; j < p->n; j += step) {
+        const int64_t columns = j + step < p->n ? step : p->n - j;
+        for (int64_t s = 0; s < columns; s++) {
+            const uint16_t *b = (const uint16_t *)p->b + (j + s) * p->ldb;
+            uint32_t *restrict to = (uint32_t *)(room + s * p->k);
+            for (int64_t i = 0; i < p->k; i++) to[i] = (uint32_t)b[i] << 16;
+        }
+        openblas_gemm(ROW_MAJOR, PLAIN, TRANSPOSED, p->m, columns, p->k, 1, p->a, p->lda, room, p->k, 0, p->c + j, p->ldc);
+    }
+    return 1;
+}
+
+static void with_bfloat16(product p) {
+    p.m /= 2;
+    p.n *= 2;
+    p.ldc *= 2;
+    p.alpha = 1;
+    p.beta = 0;
+    p.half = 1;
+    if (!(p.m <= MOST_ROWS ? few_rows(p) : many_rows(&p))) without_vectors(&p);
+}
+
+/* Called once, before MLX is loaded. */
+void openelm_blas_setup(gemm_fn *gemm, int threads) {
+    openblas_gemm = gemm;
+    thread_count = threads;
+    pthread_atfork(NULL, NULL, after_fork);
+    pthread_key_create(&room_of_thread, free);
+}
+
+void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
+                 int ldb, float beta, float *c, int ldc) {
+    const product p = {m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, 0, NULL, 0};
+    if (alpha == openelm_bfloat16_alpha && order == ROW_MAJOR && ta == PLAIN && tb == TRANSPOSED && ldb == k && ldc == n) {
+        with_bfloat16(p);
+        return;
+    }
+    if (order == ROW_MAJOR && ta == PLAIN && m > 0 && m <= MOST_ROWS && n > 0 && k > 0) {
+        if (tb == TRANSPOSED && few_rows(p)) return;
+        if (tb == PLAIN && m <= 8 && (int64_t)n * k < 4 * SMALL) {
+            sums(&p);
+            return;
+        }
+    }
+    openblas_gemm(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}

@@ -1,0 +1,228 @@
+"""``openelm bench`` as a person runs it, on models small enough to take no time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openelm_mlx.benchmarks import results
+from openelm_mlx.benchmarks.suite import stored_precision, subject_of
+from openelm_mlx.errors import OpenELMError
+from tests.support.cli import Done, environment, modules_of, run, run_apart
+from tests.support.models import converted_folder, hf_folder
+
+QUICK = ("--prompt-tokens", "5", "--gen-tokens", "4", "--repeats", "2", "--protocol", "quick")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return converted_folder(tmp_path_factory.mktemp("bench") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr("openelm_mlx.benchmarks.bandwidth.NBYTES", 1 << 22)
+    monkeypatch.setattr("openelm_mlx.benchmarks.bandwidth._SECONDS", 0.01)
+    return tmp_path / "data"
+
+
+def bench(folder: Path, *arguments: str | Path) -> Done:
+    return run("bench", "--model", folder, *QUICK, *arguments)
+
+
+class TestMeasuring:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def done(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
+        """One run with all that can be asked for, in a process of its own."""
+        place = tmp_path_factory.mktemp("kept")
+        options = ("--compare", "mlx-lm,llama.cpp", "--plot", place / "b.png", "--json", place / "b.json")
+        env = environment(XDG_DATA_HOME=str(place / "data"))
+        return run_apart("bench", "--model", folder, *QUICK, *options, "--save-to", place / "kept", env=env), place
+
+    def test_it_ends_well(self, done: tuple[Done, Path]) -> None:
+        assert done[0].status == 0, done[0].err
+
+    def test_the_result_is_whole(self, done: tuple[Done, Path], folder: Path) -> None:
+        result = results.load(done[1] / "b.json")
+        rows = {row.program: row for row in result.rows}
+        assert {"openelm-mlx", "mlx-lm"} <= rows.keys()
+        ours = rows["openelm-mlx"]
+        assert (ours.precision, ours.prompt_tokens, ours.gen_tokens) == ("fp32", 5, 4)
+        assert len(ours.generation_tps.values) == 2
+        assert ours.weight_bytes == rows["mlx-lm"].weight_bytes  # float32 in both
+        assert ours.dispatches and rows["mlx-lm"].dispatches and ours.dispatches < rows["mlx-lm"].dispatches
+        assert ours.ceiling_tps and ours.share == ours.generation_tps.median / ours.ceiling_tps
+        assert {r.to for r in result.ratios} == rows.keys() - {"openelm-mlx"}
+        assert result.protocol["tasks"][0]["prompt_tokens"] == 5
+        assert result.command[:2] == ("openelm", "bench")
+        assert any("llama.cpp: left out" in note for note in result.notes)
+
+    def test_the_peers_agree(self, done: tuple[Done, Path]) -> None:
+        notes = results.load(done[1] / "b.json").notes
+        assert any("mlx-lm generates all 4 tokens as openelm-mlx does" in note for note in notes)
+
+    def test_what_is_printed(self, done: tuple[Done, Path]) -> None:
+        out = done[0].out
+        for words in ("machine", "reads", "generation tok/s", "mlx-lm", "times as fast", "left out", "kept in"):
+            assert words in out
+        assert "loading" in done[0].err  # the progress
+
+    def test_the_plot(self, done: tuple[Done, Path]) -> None:
+        assert (done[1] / "b.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_what_is_stored_is_named_by_the_machine(self, done: tuple[Done, Path]) -> None:
+        (stored,) = (done[1] / "kept").iterdir()
+        result = results.load(stored)
+        assert stored == results.default_path(result, done[1] / "kept", dated=False)
+        assert not (done[1] / "data").exists()  # --json took its place
+
+
+def test_results_go_to_the_data_folder(folder: Path, data_folder: Path) -> None:
+    done = bench(folder, "--quiet")
+    assert (done.status, done.err) == (0, "")
+    (kept,) = (data_folder / "openelm-mlx" / "benchmarks").iterdir()
+    assert f"kept in {kept}" in done.out
+    assert results.load(kept).rows
+
+
+def test_or_to_another(folder: Path, tmp_path: Path) -> None:
+    assert bench(folder, "--out", tmp_path / "out").status == 0
+    assert len(list((tmp_path / "out").iterdir())) == 1
+
+
+def test_several_lengths(folder: Path, tmp_path: Path) -> None:
+    assert (
+        run("bench", "--model", folder, *QUICK[2:], "--prompt-tokens", "5,9", "--json", tmp_path / "b.json").status == 0
+    )
+    assert [row.prompt_tokens for row in results.load(tmp_path / "b.json").rows] == [5, 9]
+
+
+class TestAgainst:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def now(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        path = tmp_path_factory.mktemp("now") / "now.json"
+        assert bench(folder, "--json", path).status == 0
+        return path
+
+    @staticmethod
+    def faster(now: Path, then: Path, factor: float) -> Path:
+        """A result of this machine whose speeds are those of `now`, times a factor."""
+        values = json.loads(now.read_text())
+        for row in values["rows"]:
+            for speed in ("prompt_tps", "generation_tps", "total_tps"):
+                spread = row[speed]
+                row[speed] = {k: [x * factor for x in v] if k == "values" else v * factor for k, v in spread.items()}
+        then.write_text(json.dumps(values))
+        return then
+
+    @pytest.mark.parametrize(
+        ("factor", "options", "status"),
+        [(1e6, (), 1), (1e-6, (), 0), (2.0, ("--threshold", "0.999"), 0), (2.0, ("--threshold", "1"), 2)],
+    )
+    def test_a_slowdown_is_status_1(
+        self, folder: Path, now: Path, tmp_path: Path, factor: float, options: tuple[str, ...], status: int
+    ) -> None:
+        done = bench(folder, "--against", self.faster(now, tmp_path / "then.json", factor), *options)
+        assert done.status == status
+        assert ("SLOWER" in done.out) == (status == 1)
+
+    def test_a_wrong_file_is_refused_before_anything_is_measured(self, folder: Path, tmp_path: Path) -> None:
+        wrong = tmp_path / "wrong.json"
+        wrong.write_text("{}")
+        done = bench(folder, "--against", wrong)
+        assert (done.status, done.out) == (2, "")
+        assert done.err.startswith(f"error: {wrong}: ") and done.err.count("\n") == 1
+
+
+def test_explain(folder: Path, tmp_path: Path) -> None:
+    done = run("bench", "--model", folder, "--explain", "--json", tmp_path / "e.json")
+    assert done.status == 0, done.err
+    assert "matrix products" in done.out and "One decode step" in done.out
+    (found,) = json.loads((tmp_path / "e.json").read_text())
+    assert found["precision"] == "fp32" and found["parts"]
+
+
+@pytest.mark.parametrize("verb", [("train", "--steps", "1", "--batch-size", "2", "--seq-length", "8"), ("norms",)])
+def test_verbs_of_one_model(folder: Path, tmp_path: Path, verb: tuple[str, ...]) -> None:
+    done = run("bench", *verb, "--model", folder, "--json", tmp_path / "v.json")
+    assert done.status == 0, done.err
+    assert "tokens/s" in done.out
+    found = json.loads((tmp_path / "v.json").read_text())
+    assert found["model"] == str(folder) and found["precision"] == "fp32"
+
+
+@pytest.mark.parametrize("options", [("--method", "full"), ("--rank", "2")])
+def test_training_options(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    how = ("--steps", "1", "--batch-size", "1", "--seq-length", "8", "--json", tmp_path / "v.json")
+    assert run("bench", "train", "--model", folder, *how, *options).status == 0
+    training = json.loads((tmp_path / "v.json").read_text())["training"]
+    assert str(training[options[0].strip("-")]) == options[1]
+
+
+def test_dispatches(tmp_path: Path) -> None:
+    done = run("bench", "dispatches", "--model", "OpenELM-270M", "--precision", "4bit", "--json", tmp_path / "d.json")
+    assert done.status == 0, done.err
+    (found,) = json.loads((tmp_path / "d.json").read_text())
+    assert (found["model"], found["precision"]) == ("OpenELM-270M", "4bit")
+    assert found["ours"]["total"] < found["mlx_lm"]["total"]
+    assert str(found["ours"]["total"]) in done.out
+
+
+def test_families_are_chosen_by_name() -> None:
+    done = run("bench", "families", "--only", "MobiLlama-0.5B")
+    assert done.status == 0
+    assert "left out" in done.out  # this one cannot be run through mlx-lm, which needs no time to be said
+    assert run("bench", "families", "--only", "nonsense").err.startswith("error: no family named 'nonsense'")
+
+
+def test_it_imports_no_other_framework(folder: Path, tmp_path: Path) -> None:
+    done, modules = modules_of(tmp_path / "modules", "bench", "--model", folder, "--explain")
+    assert done.status == 0, done.err
+    assert {"transformers", "mlx_lm", "torch", "matplotlib"} & modules == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("bench",), "--model"),
+        (("bench", "--model", "OpenELM-270M"), "--random-weights"),
+        (("bench", "--model", "x", "--random-weights"), "OpenELM-270M"),
+        (("bench", "--model", "OpenELM-270M", "--random-weights", "--precision", "3bit"), "3bit"),
+        (("bench", "--model", "/nonexistent/x"), "/nonexistent/x"),
+        (("bench", "--repeats", "3", "train"), "--repeats stands before train"),
+        (("bench", "train"), "--model"),
+        (("bench", "train", "--model", "OpenELM-270M", "--random-weights", "--method", "x"), "full, lora"),
+        (("bench", "dispatches", "--model", "x"), "'x'"),
+        (("bench", "dispatches", "--precision", "x"), "'x'"),
+        (("bench", "families", "--precision", "x"), "'x'"),
+    ],
+)
+def test_refusals_are_one_line(arguments: tuple[str, ...], said: str) -> None:
+    done = run(*arguments)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1
+    assert said in done.err
+
+
+class TestSubjects:
+    @pytest.mark.parametrize(("precision", "told"), [("bf16", "bf16"), ("4bit", "4bit"), ("fp32", "fp32")])
+    def test_a_folders_precision(self, tmp_path: Path, precision: str, told: str) -> None:
+        assert stored_precision(converted_folder(tmp_path / "m", precision)) == told
+
+    def test_an_unconverted_folder_does_not_say(self, tmp_path: Path) -> None:
+        assert subject_of(str(hf_folder(tmp_path / "hf")), random_weights=False, precision=None).precision == "stored"
+
+    def test_a_folder_has_its_own_precision(self, folder: Path) -> None:
+        with pytest.raises(OpenELMError, match="--random-weights"):
+            subject_of(str(folder), random_weights=False, precision="4bit")
+
+    def test_a_folder_named_like_a_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        made: Any = converted_folder(tmp_path / "OpenELM-270M")
+        assert subject_of("OpenELM-270M", random_weights=False, precision=None).folder == Path(made.name)
