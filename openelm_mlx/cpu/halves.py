@@ -1,12 +1,13 @@
 """Layers whose weights stay in bfloat16 on a CPU and are multiplied in float32.
 
 Half the memory of float32 weights and, where reading them sets the pace, up to twice the speed; the products are those
-of the same weights in float32. Needs our own ``cblas_sgemm``: blas.c tells how bfloat16 gets through it.
+of the same weights in float32. Needs our own ``cblas_sgemm``: blas.c tells how bfloat16 gets through it. There are
+gradients in training (``model.train()``), where the weights are cast for every product.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +19,14 @@ _SMALLEST = 4
 
 def possible() -> bool:
     """Whether there is something to multiply bfloat16 matrices with."""
-    return blas.bfloat16_alpha is not None
+    return blas.bfloat16_alpha is not None and _comes_out_right()
+
+
+@cache
+def _comes_out_right() -> bool:
+    # Another MLX may call another function, or with other numbers. The products would be nonsense, and nobody told.
+    x, weight = mx.ones((3, 64)), mx.arange(4 * 64).reshape(4, 64).astype(mx.bfloat16)
+    return bool(mx.array_equal(multiply(x, weight), _plain(x, weight)))
 
 
 def keep(model: nn.Module) -> None:
@@ -41,7 +49,7 @@ class HalfLinear(nn.Linear):
     """A projection of float32 activations by bfloat16 weights."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return _plain(x, self.weight) if self.training else product(x, self.weight)
+        return _times(x, self)
 
 
 class HalfEmbedding(nn.Embedding):
@@ -52,31 +60,28 @@ class HalfEmbedding(nn.Embedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of ``(..., D)`` float32 vectors."""
-        return _plain(x, self.weight) if self.training else product(x, self.weight)
+        return _times(x, self)
 
 
 KINDS = (HalfLinear, HalfEmbedding)
 _REPLACEMENT: dict[type, type] = {nn.Linear: HalfLinear, nn.Embedding: HalfEmbedding}
 
 
+def _times(x: mx.array, layer: nn.Module) -> mx.array:
+    # Someone may have cast the model since.
+    plain = layer.training or layer.weight.dtype != mx.bfloat16
+    return _plain(x, layer.weight) if plain else multiply(x, layer.weight)
+
+
 def _plain(x: mx.array, weight: mx.array) -> mx.array:
     return x @ weight.astype(mx.float32).T
 
 
-def _multiply(x: mx.array, weight: mx.array) -> mx.array:
-    """``(..., K)`` float32 times ``(N, K)`` bfloat16 weights: ``(..., N)`` float32."""
-    rows = x.astype(mx.float32).reshape(-1, x.shape[-1])
+def multiply(x: mx.array, weight: mx.array) -> mx.array:
+    """``(..., K)`` float32 times ``(N, K)`` bfloat16 weights: ``(..., N)`` float32. Has no gradient, and says so."""
+    rows = x.reshape(-1, x.shape[-1])
     words = weight.reshape(weight.shape[0] // 2, -1).view(mx.float32)  # (N / 2, K), each two rows of the weights
     assert blas.bfloat16_alpha is not None
     found = mx.addmm(mx.zeros(1), mx.concatenate([rows, rows]), words.T, alpha=blas.bfloat16_alpha, beta=0.0)
-    return found.reshape(*x.shape[:-1], -1)
-
-
-product: Any = mx.custom_function(_multiply)
-
-
-def _gradient(inputs: Any, cotangent: mx.array, _: mx.array) -> Any:
-    return tuple(mx.vjp(_plain, list(inputs), [cotangent])[1])
-
-
-product.vjp(_gradient)
+    # What MLX takes for the gradient of this product would be wrong; it has none for a view, and raises an error.
+    return found.view(mx.uint32).view(mx.float32).reshape(*x.shape[:-1], -1)

@@ -38,38 +38,35 @@ class TestProduct:
     @pytest.mark.parametrize(("outputs", "width"), [(300, 64), (8, 257), (4, 4), (34, 31), (1000, 512)])
     def test_it_is_that_of_float32(self, rows: int, outputs: int, width: int) -> None:
         x, weight = random(1, rows, width), random(outputs, width, seed=1).astype(mx.bfloat16)
-        found = halves.product(x, weight)
+        found = halves.multiply(x, weight)
         assert found.shape == (1, rows, outputs) and found.dtype == mx.float32
         np.testing.assert_allclose(np.asarray(found), exact(x, weight), atol=2e-6 * width)
 
     def test_a_large_one_uses_all_threads(self) -> None:
         x, weight = random(2, 3, 1280), random(4096, 1280, seed=1).astype(mx.bfloat16)
-        np.testing.assert_allclose(np.asarray(halves.product(x, weight)), exact(x, weight), atol=1e-3)
+        np.testing.assert_allclose(np.asarray(halves.multiply(x, weight)), exact(x, weight), atol=1e-3)
 
     def test_views_of_larger_arrays(self) -> None:
         x, weight = random(4, 2, 128)[::2, :, 32:96], random(90, 64, seed=1).astype(mx.bfloat16)[10:50]
-        np.testing.assert_allclose(np.asarray(halves.product(x, weight)), exact(x, weight), atol=1e-4)
+        np.testing.assert_allclose(np.asarray(halves.multiply(x, weight)), exact(x, weight), atol=1e-4)
 
     def test_special_values_come_through(self) -> None:
         x = mx.ones((1, 64))
         weight = mx.ones((4, 64), mx.bfloat16)
         weight[1, 3], weight[2, 0], weight[3, 63] = mx.inf, mx.nan, -mx.inf
-        found = np.asarray(halves.product(x, weight))[0]
+        found = np.asarray(halves.multiply(x, weight))[0]
         assert found[0] == 64 and found[1] == np.inf and np.isnan(found[2]) and found[3] == -np.inf
 
     def test_the_same_bits_every_time(self) -> None:
         x, weight = random(1, 1, 1280), random(2000, 1280, seed=1).astype(mx.bfloat16)
-        first = halves.product(x, weight)
-        assert all(mx.array_equal(halves.product(x, weight + 0), first).item() for _ in range(20))
+        first = halves.multiply(x, weight)
+        assert all(mx.array_equal(halves.multiply(x, weight + 0), first).item() for _ in range(20))
 
-    def test_gradients(self) -> None:
+    def test_it_has_no_gradient_rather_than_a_wrong_one(self) -> None:
         x, weight = random(2, 5, 64), random(30, 64, seed=1).astype(mx.bfloat16)
-        cotangent = random(2, 5, 30, seed=2)
-        _, ours = mx.vjp(halves.product, [x, weight], [cotangent])
-        _, plain = mx.vjp(lambda x, w: x @ w.astype(mx.float32).T, [x, weight], [cotangent])
-        for a, b in zip(ours, plain, strict=True):
-            assert a.dtype == b.dtype
-            np.testing.assert_allclose(np.asarray(a.astype(mx.float32)), np.asarray(b.astype(mx.float32)), atol=1e-5)
+        for which in (0, 1):
+            with pytest.raises(ValueError, match="Not implemented"):
+                mx.eval(mx.grad(lambda x, w: halves.multiply(x, w).sum(), argnums=which)(x, weight))
 
 
 class TestModels:
@@ -97,22 +94,23 @@ class TestModels:
         tokens = [list(generate_tokens(load_model(folder, dtype=d), PROMPT, 20)) for d in (None, "float32")]
         assert tokens[0] == tokens[1] and len(tokens[0]) > 1
 
-    @pytest.mark.parametrize("training", [False, True])
-    def test_gradients_are_those_of_float32(self, folder: Path, training: bool) -> None:
+    def test_gradients_in_training_are_those_of_float32(self, folder: Path) -> None:
         ids = mx.array([PROMPT])
 
-        def gradient(dtype: str | None) -> mx.array:
+        def gradients(dtype: str | None) -> dict[str, mx.array]:
             model = load_model(folder, dtype=dtype)
-            model.train(training)
+            model.train()
 
             def loss(model: Any) -> mx.array:
                 return nn.losses.cross_entropy(model(ids[:, :-1]), ids[:, 1:]).mean()
 
-            gradients: Any = tree_flatten(nn.value_and_grad(model, loss)(model)[1])
-            return dict(gradients)["transformer.layers.0.attn_norm.weight"]
+            found: Any = tree_flatten(nn.value_and_grad(model, loss)(model)[1])
+            return dict(found)
 
-        assert float(mx.abs(gradient(None) - gradient("float32")).max()) < 1e-5
-        assert float(mx.abs(gradient(None)).max()) > 1e-4
+        kept, cast = gradients(None), gradients("float32")
+        for name in ("transformer.layers.0.attn_norm.weight", "transformer.layers.1.ffn.proj_2.weight"):
+            assert float(mx.abs(cast[name]).max()) > 1e-4
+            np.testing.assert_allclose(np.asarray(kept[name].astype(mx.float32)), np.asarray(cast[name]), atol=1e-3)
 
     def test_a_dtype_that_is_asked_for_is_given(self, folder: Path) -> None:
         for name, dtype in (("float32", mx.float32), ("bfloat16", mx.bfloat16)):
