@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from openelm_mlx.loading import (
     load_model,
     memory_needed,
     require_memory,
+    start_loading,
 )
 from openelm_mlx.model import OpenELM
 from tests.support.models import converted_folder, golden_config, golden_model, greedy_reference, hf_folder
@@ -325,11 +327,120 @@ class TestUnpacking:
         assert mx.abs(packed(ids) - unpacked(ids)).max() < 1e-4
         assert greedy_reference(packed, PROMPT, 10) == greedy_reference(unpacked, PROMPT, 10)
 
+    @pytest.mark.parametrize("precision", ["4bit", "8bit"])
+    def test_as_asked_for(self, folders: dict[str, Path], precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever the memory: who asks for it knows."""
+        folder = folders[precision]
+        for available, by_default in ((1 << 40, 0), (1, 17)):
+            monkeypatch.setattr(device, "memory", lambda available=available: device.Memory(available, "a test"))
+            assert packed_layers(load_model(folder)) == by_default
+            assert packed_layers(load_model(folder, cpu_weights=None)) == by_default
+            assert packed_layers(load_model(folder, cpu_weights="float32")) == 0
+            assert packed_layers(load_model(folder, cpu_weights="keep")) == 17
+            assert packed_layers(load(folder, cpu_weights="keep")[0]) == 17
+        assert packed_layers(load_model(folder, dtype="bf16", cpu_weights="float32")) == 0
+        assert packed_layers(load_model(folder, dtype="bf16", cpu_weights="keep")) == 17
+
+    @pytest.mark.parametrize("precision", ["4bit", "8bit"])
+    def test_both_give_the_same_tokens(self, folders: dict[str, Path], precision: str) -> None:
+        kept, unpacked = (load_model(folders[precision], cpu_weights=how) for how in ("keep", "float32"))
+        assert float(mx.abs(kept(mx.array([PROMPT])) - unpacked(mx.array([PROMPT]))).max()) < 1e-4
+        tokens = [list(generate_tokens(model, PROMPT, 20, eos_token_ids=())) for model in (kept, unpacked)]
+        assert tokens[0] == tokens[1]
+        assert len(set(tokens[0])) > 1
+
+    def test_layers_that_are_not_packed_are_as_ever(self, folders: dict[str, Path]) -> None:
+        for how in ("float32", "keep"):
+            assert equal(load_model(folders["bf16"], cpu_weights=how), load_model(folders["bf16"]))
+
+    @pytest.mark.parametrize("how", ["", "Float32", "bf16", "none", 32])
+    def test_anything_else_is_refused(self, folders: dict[str, Path], how: Any) -> None:
+        for precision in ("4bit", "fp32"):
+            with pytest.raises(OpenELMError, match=rf"^cpu_weights must be one of float32, keep, not {how!r}$"):
+                load_model(folders[precision], cpu_weights=how)
+
+    def test_memory_for_them(self, folders: dict[str, Path]) -> None:
+        cache = kv_bytes_per_token(golden_config("tiny-tied"), 4) * 2048
+        # What is stored is packed, and the norms: with scales of 16 bits, which become 32.
+        stored = dict(mx.load(str(folders["4bit"] / "model.safetensors")))  # type: ignore[arg-type]
+        packed = sum(t.nbytes if t.dtype == mx.uint32 else 2 * t.nbytes for t in stored.values())
+        for how in (None, "keep"):
+            assert memory_needed(folders["4bit"], cpu_weights=how) == packed + cache
+        unpacked = sum(p.nbytes for n, p in parameters(load_model(folders["4bit"])).items() if "norm" not in n)
+        assert memory_needed(folders["4bit"], cpu_weights="float32") == packed + unpacked + cache
+
+    def test_memory_that_does_not_suffice_for_them(
+        self, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        needed = memory_needed(folders["4bit"], cpu_weights="float32")
+        monkeypatch.setattr(device, "memory", lambda: device.Memory(needed - 1, "a test"))
+        require_memory(folders["4bit"])
+        require_memory(folders["4bit"], cpu_weights="keep")
+        with pytest.raises(TooLargeError, match=rf"needs {needed / 1e9:.2f} GB to run"):
+            require_memory(folders["4bit"], cpu_weights="float32")
+        monkeypatch.setattr(device, "memory", lambda: device.Memory(needed, "a test"))
+        require_memory(folders["4bit"], cpu_weights="float32")
+
+    def test_elsewhere_they_stay_packed(self, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "backend", lambda: "metal")
+        monkeypatch.setattr(device, "keep_resident", lambda: None)
+        for how in (None, "float32", "keep"):
+            assert packed_layers(load_model(folders["4bit"], cpu_weights=how)) == 17
+            assert memory_needed(folders["4bit"], cpu_weights=how) == memory_needed(folders["4bit"])
+
     def test_bytes_foretold(self, folders: dict[str, Path]) -> None:
         packed = load_model(folders["4bit"], dtype="bf16")
         layers = {n.removesuffix(".scales") for n in parameters(packed) if n.endswith(".scales")}
         plain = parameters(load_model(folders["4bit"]))
         assert unpacking.float32_bytes(packed) == sum(plain[f"{path}.weight"].nbytes for path in layers)
+
+
+class TestReadingAhead:
+    """Weights are read while the caller does something else, so many bytes of them."""
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "4bit"])
+    def test_finished_is_the_model(self, folders: dict[str, Path], precision: str) -> None:
+        loading = start_loading(folders[precision])
+        assert loading.folder == folders[precision]
+        model = loading.finished()
+        assert equal(model, load_model(folders[precision]))
+        assert loading.finished() is model
+        assert not model.training
+
+    def test_options_reach_it(self, folders: dict[str, Path]) -> None:
+        model = start_loading(folders["4bit"], dtype="bf16", cpu_weights="keep").finished()
+        assert (packed_layers(model), dtypes(model)) == (17, {mx.bfloat16, mx.uint32})
+
+    def test_what_is_wrong_is_said_at_once(self, folders: dict[str, Path], tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="no such folder"):
+            start_loading(tmp_path / "nowhere")
+        with pytest.raises(OpenELMError, match="cannot hold a model"):
+            start_loading(folders["fp32"], dtype="int4")
+
+    @pytest.mark.parametrize("ahead", [0, 1 << 20, 1 << 28])
+    def test_bytes(self, folders: dict[str, Path], ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("openelm_mlx.loading._READ_AHEAD", ahead)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        loading = start_loading(folders["fp32"], dtype="float32")
+        mx.synchronize()
+        read, size = mx.get_active_memory() - before, 681344 * 4
+        angles = 2 * 2048 * 16 * 4  # a CPU's
+        largest = 512 * 128 * 4
+        assert min(ahead, size) - largest <= read <= min(ahead, size) + angles + 100_000, read
+        loading.finished()
+        assert mx.get_active_memory() - before >= size
+
+    def test_a_file_that_shrinks_meanwhile(
+        self, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("openelm_mlx.loading._READ_AHEAD", 0)
+        folder = Path(shutil.copytree(folders["fp32"], tmp_path / "model"))
+        loading = start_loading(folder)
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.truncate(100_000)
+        with pytest.raises(CheckpointError, match=rf"^{folder}: the weights cannot be loaded: "):
+            loading.finished()
 
 
 class TestMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from openelm_mlx.errors import OpenELMError
-from openelm_mlx.sampling import Sampler, heat, keep_likely, penalize
+from openelm_mlx.sampling import Sampler, heat, keep_likely, log_softmax, penalize
 from openelm_mlx.settings import Sampling
 
 
@@ -217,6 +218,46 @@ def test_log_probabilities_come_before_filters_and_temperature() -> None:
     x = np.array([1.0, 2.0, 3.0])
     np.testing.assert_allclose(np.asarray(logprobs)[0], x - np.log(np.exp(x).sum()), atol=1e-6)
     assert logprobs.dtype == mx.float32
+
+
+def graph(x: mx.array) -> str:
+    """The operations that an array waits for."""
+    text = io.StringIO()
+    mx.export_to_dot(text, x)  # type: ignore[arg-type]
+    return text.getvalue()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"temperature": 0.7, "seed": 0}, {"repetition_penalty": 1.5}, {"temperature": 1.0, "seed": 0, "top_k": 3}],
+)
+def test_the_token_needs_no_log_probabilities(how: dict[str, Any]) -> None:
+    """They are made for those who look at them."""
+    token, logprobs = Sampler(Sampling(**how), [1])(mx.array([[1.0, 2.0, 3.0, 0.5]]) * 2)
+    assert "LogSumExp" in graph(logprobs)
+    assert "LogSumExp" not in graph(token)
+    mx.eval(token)
+    assert "LogSumExp" in graph(logprobs), "and are not made along with it"
+    penalized = np.array([2.0, 4 / how.get("repetition_penalty", 1), 6.0, 1.0])
+    expected = penalized - np.log(np.exp(penalized).sum())
+    np.testing.assert_allclose(np.asarray(logprobs)[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 30, 1e4])
+@pytest.mark.parametrize("shift", [0, -500, 1e5])
+def test_log_softmax(size: float, shift: float) -> None:
+    """In float64, for logits whose exponentials float32 cannot hold."""
+    logits = (np.random.default_rng(0).normal(size=(2, 3, 700)) * size + shift).astype(np.float32)
+    x = logits.astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    expected = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    found = np.asarray(log_softmax(mx.array(logits)))
+    np.testing.assert_allclose(found, expected, atol=1e-7 * (abs(shift) + 5 * size) + 1e-6)
+
+
+def test_log_softmax_of_what_cannot_be() -> None:
+    assert log_softmax(mx.array([-math.inf, 0.0, -math.inf])).tolist() == [-math.inf, 0.0, -math.inf]
+    assert mx.isnan(log_softmax(mx.array([math.nan, 0.0]))).all()
 
 
 NOT_NUMBERS = [math.nan, "1", None, [1], True]

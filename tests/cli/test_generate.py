@@ -6,15 +6,18 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import pytest
 
 from openelm_mlx import device
+from openelm_mlx.convert.job import convert
 from openelm_mlx.generation import generate_tokens
-from openelm_mlx.loading import load, memory_needed
+from openelm_mlx.loading import load, memory_needed, start_loading
 from tests.support import sources
 from tests.support.cli import Done, environment, finish, run, run_apart, start
 from tests.support.tokenizers_made import ZEPHYR
@@ -263,6 +266,77 @@ def test_dtype(model: Path) -> None:
     assert done.status == 0
     assert done.err.startswith("warning: float16: ")
     assert "dtype int8 cannot hold a model" in generate(model, "--dtype", "int8").err
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same kind of model in 4 bits."""
+    root = tmp_path_factory.mktemp("packed")
+    changes = {"share_input_output_layers": False}
+    source = sources.hf(root / "hf", sources.weights(sources.config(**changes), seed=3), **changes)
+    return convert(source, root / "model", precision="4bit", group_size=32).folder
+
+
+@pytest.mark.skipif(device.backend() != "cpu", reason="a choice of the CPU backend")
+def test_what_becomes_of_packed_weights(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[int] = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        loading = start_loading(*arguments, **options)
+        loaded.append(sum(isinstance(m, nn.QuantizedLinear) for m in loading.finished().modules()))
+        return loading
+
+    monkeypatch.setattr("openelm_mlx.loading.start_loading", noted)
+    by_default, unpacked, kept = (
+        tokens(packed, *o) for o in ((), ("--cpu-weights", "float32"), ("--cpu-weights", "keep"))
+    )
+    assert by_default == unpacked == kept
+    assert len(set(kept)) > 3
+    assert loaded == [0, 0, 9]
+
+
+def test_unknown_cpu_weights_are_refused_in_one_line(model: Path, packed: Path) -> None:
+    for folder in (model, packed):
+        done = generate(folder, "--cpu-weights", "int8")
+        assert (done.status, done.out) == (2, "")
+        assert done.err == "error: cpu_weights must be one of float32, keep, not 'int8'\n"
+
+
+@pytest.mark.skipif(device.backend() != "cpu", reason="a choice of the CPU backend")
+def test_unpacked_weights_that_do_not_fit_are_refused(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = memory_needed(packed, cpu_weights="float32")
+    monkeypatch.setattr(device, "memory", lambda: device.Memory(needed - 1, "a test"))
+    done = generate(packed, "--cpu-weights", "float32")
+    assert (done.status, done.out) == (2, "")
+    assert f"needs {needed / 1e9:.2f} GB to run" in done.err
+    assert done.err.count("\n") == 1
+    for options in ((), ("--cpu-weights", "keep"), ("--cpu-weights", "float32", "--force")):
+        assert generate(packed, *options).status == 0
+
+
+@pytest.mark.skipif(device.backend() != "cpu", reason="MLX compiles on a CPU")
+@pytest.mark.parametrize("compilers", [(), ("cc",), ("g++",)], ids=["none", "cc", "g++"])
+def test_without_compilers(model: Path, greedy: list[int], tmp_path: Path, compilers: tuple[str, ...]) -> None:
+    """Neither ours nor MLX's own: nothing that either compiled before is found."""
+    for name in ("bin", "tmp", "cache"):
+        (tmp_path / name).mkdir()
+    for name in compilers:
+        found = shutil.which(name)
+        if not found:
+            pytest.skip(f"no {name}")
+        (tmp_path / "bin" / name).symlink_to(found)
+    places = {
+        name: str(tmp_path / folder)
+        for name, folder in (("PATH", "bin"), ("TMPDIR", "tmp"), ("XDG_CACHE_HOME", "cache"))
+    }
+    done = run_apart(
+        "generate", "--model", model, "-p", PROMPT, "--max-tokens", "12", "--json", env=environment(**places)
+    )
+    assert (done.status, done.err) == (0, "")
+    values = json.loads(done.out)
+    assert values["tokens"] == greedy
+    if sys.platform == "linux":
+        assert "no compiled fast path: " in values["blas"]
 
 
 def test_a_revision_goes_with_a_hub_name(model: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from openelm_mlx.cpu import blas
 from tests.cpu.compiled import NEEDED
-from tests.cpu.starts import COMPUTE, PRINT, line_of, plain, start
+from tests.cpu.starts import COMPUTE, PRINT, has_openblas, line_of, plain, start
 from tests.support.cli import environment
 
 pytestmark = NEEDED
@@ -69,6 +69,13 @@ class TestOpenBlas:
             "preload": "OPENELM_BLAS=preload: libopenblas.so.0 cannot be loaded; using MLX's own BLAS\n",
         }
         assert done.stderr == said[choice]
+
+    @pytest.mark.skipif(not has_openblas(), reason="no OpenBLAS is installed")
+    def test_another_that_was_there_first(self, full_cache: Path) -> None:
+        """MLX then uses that one, and the line says nothing else."""
+        expected = plain("another library with a cblas_sgemm was loaded first")
+        values = {"LD_PRELOAD": "libopenblas.so.0", "XDG_CACHE_HOME": str(full_cache)}
+        assert line_of(COMPUTE + PRINT, **values) == expected
 
 
 class TestThreads:
