@@ -97,17 +97,19 @@ def plan(
     Raises:
         OpenELMError: the options contradict one another, or a value is not known.
     """
-    peers = names(compare) if compare else ()
+    peers = () if compare is None else names(compare)
     for peer in peers:
         if peer not in PEER_NAMES:
             raise OpenELMError(f"--compare {peer}: there is no such program; there are {', '.join(PEER_NAMES)}")
     changes = {key: value for key, value in changes.items() if value is not None}
-    asked = lengths(prompt_tokens) if prompt_tokens else None
+    asked = None if prompt_tokens is None else lengths(prompt_tokens)
     if suite is None:
         if model is None:
             raise OpenELMError(f"name a --model, or a --suite ({', '.join(SUITES)})")
         base = _protocol(protocol or DEFAULT_PROTOCOL)
-        precisions: tuple[str | None, ...] = names(precision) if precision else ("bf16",) if random_weights else (None,)
+        precisions: tuple[str | None, ...] = ("bf16",) if random_weights else (None,)
+        if precision is not None:
+            precisions = names(precision)
         runs = _runs(base, asked or (base.prompt_tokens,), changes)
         cases = tuple(Case(one, random_weights, p, runs) for one in names(model) for p in precisions)
         return Plan(names(model)[0], cases, peers)
@@ -117,7 +119,7 @@ def plan(
         raise OpenELMError("a --suite names its models itself: leave out --model and --random-weights")
     found = SUITES[suite]
     base = _protocol(protocol) if protocol else found.protocol
-    chosen = names(precision) if precision else tuple(found.prompt_tokens)
+    chosen = tuple(found.prompt_tokens) if precision is None else names(precision)
     for one in chosen:
         if one not in found.prompt_tokens:
             raise OpenELMError(f"suite {suite} has the precisions {', '.join(found.prompt_tokens)}, not {one}")
@@ -136,16 +138,21 @@ _NEEDED_BY = {"corenet": "corenet", "llama_bench": "llama.cpp", "gguf": "llama.c
 """Paths of peers that have to be compared with for the path to mean anything."""
 
 
-def check_together(given: Collection[str], peers: Sequence[str]) -> None:
+def check_together(given: Collection[str], peers: Sequence[str], threshold: float = THRESHOLD) -> None:
     """Refuse options that would change nothing beside the others.
 
     Args:
         given: names of the options that were given.
         peers: those that are compared with.
+        threshold: of ``--against``.
 
     Raises:
         OpenELMError: the message names the option.
     """
+    if "threshold" in given and "against" not in given:
+        raise OpenELMError("--threshold goes with --against")
+    if not 0 <= threshold < 1:
+        raise OpenELMError(f"--threshold must be a part of the speed, from 0 to below 1, not {threshold!r}")
     if "explain" in given:
         for name in sorted(set(given) - set(_ONE_STEP)):
             raise OpenELMError(f"--explain looks into one decode step and has no use for {_option(name)}")

@@ -87,11 +87,11 @@ def bench(
     Batch 1, key-value cache on, greedy, end-of-sequence tokens ignored; a warm-up, then several runs: medians and
     spread, beside what the machine's memory bandwidth allows. The result is kept as JSON.
     """
-    given = {name for name, value in context.params.items() if value not in (None, False) and name != "threshold"}
+    given = {name for name in context.params if _typed(context, name)}
     if context.invoked_subcommand:
         check_nothing_for_a_verb(given, context.invoked_subcommand)
         return
-    check_together(given, names(compare) if compare else ())
+    check_together(given, names(compare) if compare is not None else (), threshold)
     wanted = plan(
         suite,
         model=model,
@@ -121,6 +121,9 @@ def bench(
     if plot:
         plotting.require()
     folder = out or results.default_folder()
+    for place in (json_file or folder / "x.json", plot, save_to / "x.json" if save_to else None):
+        if place:
+            results.check_place(place)
     paths = Paths(corenet=corenet, llama_bench=llama_bench, gguf=gguf, torch_python=torch_python)
     kept: Path | None = None
     result: Result | None = None
@@ -133,9 +136,9 @@ def bench(
             paths=paths,
             progress=_teller(quiet),
         ):
-            if kept is None:
-                kept = json_file or results.default_path(result, folder)
-            results.save(result, kept)
+            place = kept or json_file or results.default_path(result, folder)
+            results.save(result, place)
+            kept = place
     finally:  # what a long run measured before it was interrupted is told too
         if result is not None and kept is not None:
             _print_result(result, kept)
@@ -150,6 +153,11 @@ def bench(
         draw(result, plot)
     if old is not None:
         _hold_against(result, old, threshold)
+
+
+def _typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _teller(quiet: bool) -> Any:
@@ -207,9 +215,16 @@ def _one_subject(model: str | None, random_weights: bool, precision: str | None)
     return subject_of(model, random_weights=random_weights, precision=precision)
 
 
+def _can_be_written(json_file: Path | None) -> None:
+    if json_file:
+        from openelm_mlx.benchmarks.results import check_place
+
+        check_place(json_file)
+
+
 def _print(found: Any, lines: list[str], json_file: Path | None) -> None:
     """The figures for people, and `found`, their plain values, in a file."""
-    print(*lines, sep="\n")
+    print(*lines, sep="\n", flush=True)
     if json_file:
         from openelm_mlx.benchmarks.results import save_json
 
@@ -229,6 +244,7 @@ def train(
     json_file: Json = None,
 ) -> None:
     """Measure fine-tuning: tokens a second of training steps on random data."""
+    _can_be_written(json_file)
     from openelm_mlx.benchmarks import train as training
 
     how = training.Training(method=method, batch_size=batch_size, seq_length=seq_length, steps=steps, rank=rank)
@@ -247,6 +263,7 @@ def norms(
 
     The paper found OpenELM slower than OLMo for its many norms, each several small operations in PyTorch.
     """
+    _can_be_written(json_file)
     from openelm_mlx.benchmarks import norms as measuring
 
     report = measuring.measure(_one_subject(model, random_weights, precision))
@@ -273,6 +290,7 @@ def families(
 
     Random weights in the true shapes; no download.
     """
+    _can_be_written(json_file)
     import dataclasses
 
     from openelm_mlx import device
@@ -301,10 +319,13 @@ def start(
     json_file: Json = None,
 ) -> None:
     """Measure cold starts: from the start of a process to its first text, `openelm generate` and `mlx_lm.generate`."""
+    _can_be_written(json_file)
     import dataclasses
 
     from openelm_mlx.benchmarks import startup
+    from openelm_mlx.loading import read_model_config
 
+    read_model_config(model)  # refuses what is no model folder before minutes are spent
     programs = startup.generators(model, prompt or startup.PROMPT)
     found = startup.cold_start([*programs, *startup.phases()], repeats)
     _print([dataclasses.asdict(s) for s in found], startup.lines(found), json_file)
@@ -320,6 +341,7 @@ def dispatches(
 
     Counted from graphs, on any machine; nothing is computed. Small models on a GPU pay for each of them.
     """
+    _can_be_written(json_file)
     from importlib.util import find_spec
 
     from openelm_mlx.benchmarks import dispatches as counting
@@ -341,6 +363,7 @@ def estimate(
 
     Fitted to the figures that the OpenELM paper reports for an M2 Max.
     """
+    _can_be_written(json_file)
     import dataclasses
 
     from openelm_mlx.benchmarks import estimates

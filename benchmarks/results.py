@@ -92,7 +92,7 @@ class Row:
 
     @property
     def task(self) -> tuple[str, str, int, int]:
-        """What was run: rows of other programs with the same task can be compared with this one."""
+        """What was run."""
         return self.model, self.precision, self.prompt_tokens, self.gen_tokens
 
     @property
@@ -118,7 +118,10 @@ class Ratio:
 
 
 def ratios(rows: Sequence[Row], peer: str) -> tuple[Ratio, ...]:
-    """The rows of `peer` to every other program's row of the same task; run by run, since they were run in turn."""
+    """The rows of `peer` to every other program's row of the same task; run by run, since they were run in turn.
+
+    One result asks all of its programs for the same number of tokens; a time limit may have given some of them fewer.
+    """
     return tuple(
         Ratio(
             model=row.model,
@@ -133,7 +136,7 @@ def ratios(rows: Sequence[Row], peer: str) -> tuple[Ratio, ...]:
         )
         for row in rows
         for other in rows
-        if row.peer == peer != other.peer and row.task == other.task
+        if row.peer == peer != other.peer and row.task[:3] == other.task[:3]
     )
 
 
@@ -204,8 +207,25 @@ def save(result: Result, path: Path) -> None:
     save_json(result.to_json(), path)
 
 
+def check_place(path: Path) -> None:
+    """Refuse a file that :func:`save` could not write, before hours are spent on what it is to hold.
+
+    Raises:
+        OpenELMError: it is a folder, a device or the like, or its folder cannot be written.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OpenELMError(f"{path}: is no file, and will not be replaced; name another one")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)).rmdir()
+    except OSError as e:
+        raise OpenELMError(f"{path}: cannot be written: {e.strerror or e}") from None
+
+
 def save_json(found: Any, path: Path) -> None:
     """Write plain values as :func:`save` does."""
+    check_place(path)
     path = Path(os.path.realpath(path))  # where a link leads
     # Names of folders may hold bytes that are no text in any encoding.
     values = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))

@@ -92,11 +92,13 @@ def measure(
     Yields:
         The result so far after every task, so that a long run that is interrupted has given what it measured.
     """
-    notes = [line for line in (busy.busy(),) if line]
+    notes: list[str] = []
+    at_first = busy.busy()
     facts = machine.machine()
     notes += machine.power_notes(facts)
-    for note in notes:
-        progress(note)
+    for note in (*notes, at_first):
+        if note:
+            progress(note)
     progress("measuring the machine's read bandwidth")
     bandwidth = read_bandwidth()
     rows: list[Row] = []
@@ -124,8 +126,12 @@ def measure(
             bandwidth=bandwidth,
             rows=tuple(rows),
             ratios=ratios(rows, OURS),
-            notes=tuple(notes),
+            notes=(*notes, *_still_missing(n + 1, len(tasks))),
         )
+
+
+def _still_missing(done: int, of: int) -> tuple[str, ...]:
+    return () if done == of else (f"interrupted: {done} of {of} tasks were measured",)
 
 
 def _row(outcome: runner.Outcome, bandwidth: Bandwidth) -> Row:

@@ -254,7 +254,12 @@ def memory_needed(folder: Path, dtype: str | mx.Dtype | None = None, cpu_weights
     config, tensors = config_of(values, folder / "config.json"), open_weights(folder)
     item = _compute_dtype(values, tensors, dtype).size
     halved = dtype is None and device.backend() == "cpu" and halves.possible()
-    as_stored = {t for t, r in tensors.items() if r.dtype not in _FLOATS or (halved and r.dtype == "BF16")}
+    # Matrices alone stay in bfloat16: not norms, nor the scales of packed layers.
+    as_stored = {
+        name
+        for name, t in tensors.items()
+        if t.dtype not in _FLOATS or (halved and t.dtype == "BF16" and len(t.shape) == 2 and name.endswith(".weight"))
+    }
     weights = sum(t.nbytes if name in as_stored else t.size * item for name, t in tensors.items())
     if cpu_weights == "float32" and device.backend() == "cpu" and values.get("quantization"):
         weights += unpacking.float32_bytes(build(config, values["quantization"], tensors, folder))

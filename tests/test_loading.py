@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from openelm_mlx import device
 from openelm_mlx.config import OpenELMConfig
-from openelm_mlx.cpu import blas, unpacking
+from openelm_mlx.cpu import halves, unpacking
 from openelm_mlx.dtypes import parse_dtype
 from openelm_mlx.errors import CheckpointError, ConfigError, OpenELMError
 from openelm_mlx.generation import generate_tokens
@@ -82,7 +82,7 @@ class TestDtypes:
         model = load_model(folders[precision])
         assert model(mx.array([PROMPT])).dtype == mx.float32
         assert dtypes(load_model(folders[precision], dtype="float32")) == {mx.float32}
-        kept = precision == "bf16" and blas.bfloat16_alpha is not None
+        kept = precision == "bf16" and halves.possible()
         assert dtypes(model) == ({mx.float32, mx.bfloat16} if kept else {mx.float32})
         assert model.transformer.norm.weight.dtype == mx.float32
 
@@ -463,10 +463,11 @@ class TestMemory:
     ) -> None:
         if CPU:
             cache = kv_bytes_per_token(golden_config("tiny-tied"), 4) * 2048
-            monkeypatch.setattr(blas, "bfloat16_alpha", None)
+            monkeypatch.setattr(halves, "possible", lambda: False)
             assert memory_needed(folders["bf16"]) == memory_needed(folders["bf16"], "fp32")
-            monkeypatch.setattr(blas, "bfloat16_alpha", 2.0)  # the weights can stay as they are
-            assert memory_needed(folders["bf16"]) == 681344 * 2 + cache
+            monkeypatch.setattr(halves, "possible", lambda: True)  # matrices can stay as they are, norms do not
+            norms = sum(p.size for n, p in parameters(golden_model("tiny-tied")).items() if "norm" in n)
+            assert memory_needed(folders["bf16"]) == 681344 * 2 + norms * 2 + cache
             assert memory_needed(folders["fp32"]) == 681344 * 4 + cache
         monkeypatch.setattr(device, "backend", lambda: "metal")
         assert memory_needed(folders["bf16"]) == memory_needed(folders["bf16"], "bf16")

@@ -223,7 +223,7 @@ def test_log_probabilities_come_before_filters_and_temperature() -> None:
 def graph(x: mx.array) -> str:
     """The operations that an array waits for."""
     text = io.StringIO()
-    mx.export_to_dot(text, x)  # type: ignore[arg-type]
+    mx.export_to_dot(text, x)
     return text.getvalue()
 
 

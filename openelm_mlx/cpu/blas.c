@@ -35,7 +35,7 @@ typedef struct {
     float alpha;
     const float *a;
     int64_t lda;
-    const void *b; /* float, or where `half` is set bfloat16. */
+    const void *b; /* Floats, or where `half` is set words of two bfloat16s, and k and ldb count words. */
     int64_t ldb;
     float beta;
     float *c;
@@ -58,38 +58,30 @@ typedef float vec __attribute__((vector_size(LANES * sizeof(float)), may_alias))
 typedef float unaligned_vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef int32_t mask __attribute__((vector_size(LANES * sizeof(float))));
 
-typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float))));
-typedef uint16_t halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(sizeof(uint16_t)), may_alias));
+typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 
-/* A vector of weights. A bfloat16 is the upper half of a float. */
-static inline __attribute__((always_inline)) vec weights(const void *b, int64_t at, const int half) {
-    if (!half) return *(const unaligned_vec *)((const float *)b + at);
-    return (vec)(__builtin_convertvector(*(const halves *)((const uint16_t *)b + at), words) << 16);
-}
-
-static inline const void *place(const void *b, int64_t at, const int half) {
-    return half ? (const void *)((const uint16_t *)b + at) : (const void *)((const float *)b + at);
-}
+#if defined(__AVX512F__)
+static const mask lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif defined(__AVX__)
+static const mask lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+static const mask lane_numbers = {0, 1, 2, 3};
+#endif
 
 /* Lane i of the result is lane i + by of `v`, round and round. */
-static inline vec rotated(vec v, int64_t by) {
+static inline mask rotated(mask v, int64_t by) {
 #if defined(__clang__)
-    float twice[2 * LANES];
-    *(unaligned_vec *)twice = *(unaligned_vec *)(twice + LANES) = v;
-    return *(unaligned_vec *)(twice + by % LANES);
+    int32_t twice[2 * LANES];
+    *(words *)twice = *(words *)(twice + LANES) = (words)v;
+    return (mask)*(words *)(twice + by % LANES);
 #else
-    mask lanes;
-    for (int i = 0; i < LANES; i++) lanes[i] = (i + by) % LANES;
-    return __builtin_shuffle(v, lanes);
+    return __builtin_shuffle(v, (lane_numbers + (int32_t)by) & (LANES - 1));
 #endif
 }
 
 static inline float total(vec v) {
-    float part[LANES];
-    *(unaligned_vec *)part = v;
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) part[i] += part[i + width];
-    return part[0];
+    for (int width = LANES / 2; width; width /= 2) v += (vec)rotated((mask)v, width);
+    return v[0];
 }
 
 /* Loads that straddle two lines of the cache take twice as long, and what malloc returns begins in the middle of one.
@@ -103,24 +95,29 @@ static int64_t vectors(const product *p) { return 2 + (p->k - p->skew) / LANES; 
 static inline int64_t aligned_end(const product *p) { return p->skew + (vectors(p) - 2) * LANES; }
 
 static inline mask from_lane(int64_t first) {
-    mask m;
-    for (int i = 0; i < LANES; i++) m[i] = i < first ? 0 : -1;
-    return m;
+    return lane_numbers >= (int32_t)first;
 }
 
-static int64_t packed_floats(const product *p) { return (p->m + ROWS - 1) / ROWS * ROWS * vectors(p) * LANES; }
+/* Weights in a word: a float, or two bfloat16s, the first of them in the lower half. */
+static inline int parts(int half) { return half ? 2 : 1; }
+
+static int64_t packed_floats(const product *p) {
+    return (p->m + ROWS - 1) / ROWS * ROWS * vectors(p) * LANES * parts(p->half);
+}
 
 static void pack(product *p, float *to) {
     const int64_t count = vectors(p);
+    const int in_word = parts(p->half);
     p->packed = to;
     for (int row = 0; row < p->m; row += ROWS) {
         const int rows = p->m - row < ROWS ? p->m - row : ROWS;
         for (int64_t v = 0; v < count; v++)
-            for (int r = 0; r < rows; r++) {
-                const float *a = p->a + (row + r) * p->lda;
-                const int64_t at = p->skew + (v - 1) * LANES; /* Below 0 and beyond k there are no elements. */
-                for (int64_t i = at; i < at + LANES; i++) *to++ = i < 0 || i >= p->k ? 0 : a[i];
-            }
+            for (int r = 0; r < rows; r++)
+                for (int part = 0; part < in_word; part++) {
+                    const float *a = p->a + (row + r) * p->lda + part;
+                    const int64_t at = p->skew + (v - 1) * LANES; /* Below 0 and beyond k there are no words. */
+                    for (int64_t i = at; i < at + LANES; i++) *to++ = i < 0 || i >= p->k ? 0 : a[i * in_word];
+                }
     }
 }
 
@@ -129,37 +126,45 @@ static void pack(product *p, float *to) {
 enum { MOST_COLUMNS = 256 };
 typedef float sums_of_piece[ROWS][MOST_COLUMNS];
 
-static inline __attribute__((always_inline)) void add(vec sum[ROWS][AT_ONCE], const vec *x, const vec *w, const int m,
-                                                      const int n) {
-    for (int r = 0; r < m; r++)
-        for (int s = 0; s < n; s++) sum[r][s] += x[r] * w[s];
+static inline __attribute__((always_inline)) void add(vec sum[ROWS][AT_ONCE], const vec *x, const words *w,
+                                                      const int m, const int n, const int half) {
+    for (int s = 0; s < n; s++) {
+        const vec first = (vec)(half ? w[s] << 16 : w[s]), second = (vec)(w[s] & 0xffff0000u);
+        for (int r = 0; r < m; r++) {
+            sum[r][s] += x[r * parts(half)] * first;
+            if (half) sum[r][s] += x[r * 2 + 1] * second;
+        }
+    }
 }
+
+static inline words load(const uint32_t *from) { return *(const words *)from; }
 
 /* `m` rows of A from `row` on, times `n` rows of the weights from `column` on. With both numbers known to the compiler
  * the sums stay in registers. */
 static inline __attribute__((always_inline)) void tile(const product *p, int row, const int m, int64_t column,
                                                        const int n, const int half, sums_of_piece out, int64_t at) {
-    const int64_t k = p->k, ldb = p->ldb, count = vectors(p);
-    const void *b = place(p->b, column * ldb, half), *next = place(b, AT_ONCE * ldb, half);
-    const vec *x = (const vec *)p->packed + row * count;
+    const int64_t k = p->k, ldb = p->ldb, count = vectors(p), last = k - LANES;
+    const uint32_t *b = (const uint32_t *)p->b + column * ldb, *next = b + AT_ONCE * ldb;
+    const vec *x = (const vec *)p->packed + row * count * parts(half);
     const mask head = from_lane(LANES - p->skew), tail = ~from_lane(k - aligned_end(p));
-    vec sum[ROWS][AT_ONCE] = {{{0}}}, w[AT_ONCE];
-    for (int s = 0; s < n; s++) w[s] = (vec)((mask)rotated(weights(b, s * ldb, half), p->skew) & head);
-    add(sum, x, w, m, n);
+    vec sum[ROWS][AT_ONCE] = {{{0}}};
+    words w[AT_ONCE];
+    for (int s = 0; s < n; s++) w[s] = (words)(rotated((mask)load(b + s * ldb), p->skew) & head);
+    add(sum, x, w, m, n, half);
     for (int64_t v = 1, i = p->skew; v < count - 1; v++, i += LANES) {
-        x += m;
+        x += m * parts(half);
         for (int s = 0; s < n; s++) {
-            w[s] = weights(b, s * ldb + i, half);
-            if (row == 0) __builtin_prefetch(place(next, s * ldb + i, half)); /* What comes next, at every place. */
+            w[s] = load(b + s * ldb + i);
+            if (row == 0) __builtin_prefetch(next + s * ldb + i); /* What comes next, at every place. */
         }
-        add(sum, x, w, m, n);
+        add(sum, x, w, m, n, half);
     }
-    const int64_t last = k - LANES;
     for (int s = 0; s < n; s++)
-        w[s] = (vec)((mask)rotated(weights(b, s * ldb + last, half), aligned_end(p) - last) & tail);
-    add(sum, x + m, w, m, n);
+        w[s] = (words)(rotated((mask)load(b + s * ldb + last), aligned_end(p) - last) & tail);
+    add(sum, x + m * parts(half), w, m, n, half);
     for (int r = 0; r < m; r++)
-        for (int s = 0; s < n; s++) out[r][at + s] = total(rotated(sum[r][s], LANES - p->skew));
+        for (int s = 0; s < n; s++)
+            out[r][at + s] = total((vec)rotated((mask)sum[r][s], LANES - p->skew));
 }
 
 typedef void tiles_fn(const product *, int row, int64_t first, int64_t count, sums_of_piece out);
@@ -190,7 +195,7 @@ static tiles_fn *const tiles[2][ROWS + 1] = {
 
 /* Columns of C that one piece makes: the weights behind them stay in the nearest caches while all of A passes. */
 static int64_t columns_of_piece(const product *p) {
-    const int64_t columns = (PIECE << p->half) / p->k & ~(int64_t)(AT_ONCE - 1);
+    const int64_t columns = PIECE / p->k & ~(int64_t)(AT_ONCE - 1);
     return columns < AT_ONCE ? AT_ONCE : columns > MOST_COLUMNS ? MOST_COLUMNS : columns;
 }
 
@@ -330,7 +335,7 @@ static float *room_for(int64_t floats) {
 
 /* Elements of a row of B before the first that begins a vector's width in memory; 0 where rows differ in that. */
 static int64_t skew_of(const product *p) {
-    const int64_t past = (uintptr_t)p->b / (p->half ? sizeof(uint16_t) : sizeof(float)) % LANES;
+    const int64_t past = (uintptr_t)p->b / sizeof(float) % LANES;
     return p->ldb % LANES == 0 && past ? LANES - past : 0;
 }
 
@@ -394,7 +399,13 @@ static void with_bfloat16(product p) {
     p.alpha = 1;
     p.beta = 0;
     p.half = 1;
-    if (!(p.m <= MOST_ROWS ? few_rows(p) : many_rows(&p))) without_vectors(&p);
+    if (p.m <= MOST_ROWS && p.k % 2 == 0 && (uintptr_t)p.b % sizeof(float) == 0) {
+        product in_words = p;
+        in_words.k /= 2;
+        in_words.ldb /= 2;
+        if (few_rows(in_words)) return;
+    }
+    if (!many_rows(&p)) without_vectors(&p);
 }
 
 /* Called once, before MLX is loaded. */

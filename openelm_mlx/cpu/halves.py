@@ -19,14 +19,14 @@ _SMALLEST = 4
 
 def possible() -> bool:
     """Whether there is something to multiply bfloat16 matrices with."""
-    return blas.bfloat16_alpha is not None and _comes_out_right()
+    return blas.bfloat16_alpha is not None and _comes_out_right(blas.bfloat16_alpha)
 
 
 @cache
-def _comes_out_right() -> bool:
+def _comes_out_right(alpha: float) -> bool:
     # Another MLX may call another function, or with other numbers. The products would be nonsense, and nobody told.
     x, weight = mx.ones((3, 64)), mx.arange(4 * 64).reshape(4, 64).astype(mx.bfloat16)
-    return bool(mx.array_equal(multiply(x, weight), _plain(x, weight)))
+    return bool(mx.array_equal(_multiply(x, weight, alpha), _plain(x, weight)))
 
 
 def keep(model: nn.Module) -> None:
@@ -79,9 +79,13 @@ def _plain(x: mx.array, weight: mx.array) -> mx.array:
 
 def multiply(x: mx.array, weight: mx.array) -> mx.array:
     """``(..., K)`` float32 times ``(N, K)`` bfloat16 weights: ``(..., N)`` float32. Has no gradient, and says so."""
+    assert blas.bfloat16_alpha is not None
+    return _multiply(x, weight, blas.bfloat16_alpha)
+
+
+def _multiply(x: mx.array, weight: mx.array, alpha: float) -> mx.array:
     rows = x.reshape(-1, x.shape[-1])
     words = weight.reshape(weight.shape[0] // 2, -1).view(mx.float32)  # (N / 2, K), each two rows of the weights
-    assert blas.bfloat16_alpha is not None
-    found = mx.addmm(mx.zeros(1), mx.concatenate([rows, rows]), words.T, alpha=blas.bfloat16_alpha, beta=0.0)
+    found = mx.addmm(mx.zeros(1), mx.concatenate([rows, rows]), words.T, alpha=alpha, beta=0.0)
     # What MLX takes for the gradient of this product would be wrong; it has none for a view, and raises an error.
     return found.view(mx.uint32).view(mx.float32).reshape(*x.shape[:-1], -1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 
 from openelm_mlx.quantize import dequantized
 
@@ -22,15 +23,6 @@ def unpack(model: nn.Module) -> None:
 
     MLX's packed matrix product is hundreds of times slower on a CPU than a float32 one through a good BLAS.
     """
-    for path in [path for path, layer in model.named_modules() if isinstance(layer, _PACKED)]:
-        parent, name = _parent(model, path)
-        setattr(parent, name, dequantized(getattr(parent, name), mx.float32))
-
-
-def _parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module that holds the one at `path`, and its name there."""
-    *parents, last = path.split(".")
-    parent: Any = model
-    for name in parents:
-        parent = parent[int(name)] if isinstance(parent, list) else getattr(parent, name)
-    return parent, last
+    packed = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, _PACKED)]
+    plain: Any = tree_unflatten([(path, dequantized(layer, mx.float32)) for path, layer in packed])
+    model.update_modules(plain)

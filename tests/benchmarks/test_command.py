@@ -11,7 +11,7 @@ import pytest
 from openelm_mlx.benchmarks import results
 from openelm_mlx.benchmarks.suite import stored_precision, subject_of
 from openelm_mlx.errors import OpenELMError
-from tests.support.cli import Done, environment, modules_of, run, run_apart
+from tests.support.cli import Done, environment, finish, modules_of, run, run_apart, start
 from tests.support.models import converted_folder, hf_folder
 
 QUICK = ("--prompt-tokens", "5", "--gen-tokens", "4", "--repeats", "2", "--protocol", "quick")
@@ -140,6 +140,41 @@ class TestAgainst:
         assert done.err.startswith(f"error: {wrong}: ") and done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_place_that_cannot_be_written_is_refused_first(folder: Path, tmp_path: Path, option: str) -> None:
+    (tmp_path / "folder").mkdir()
+    done = bench(folder, option, tmp_path / "folder")
+    assert (done.status, done.out) == (2, "")
+    assert done.err == f"error: {tmp_path / 'folder'}: is no file, and will not be replaced; name another one\n"
+
+
+def test_a_device_is_left_alone(tmp_path: Path) -> None:
+    import os
+    import stat
+
+    os.mkfifo(tmp_path / "fifo")
+    assert run("bench", "dispatches", "--model", "OpenELM-270M", "--json", tmp_path / "fifo").status == 2
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
+
+
+def test_an_interrupted_run_keeps_what_it_measured_and_says_so(folder: Path, tmp_path: Path) -> None:
+    import signal
+
+    process = start(
+        "bench", "--model", folder, *QUICK[2:], "--prompt-tokens", "5,6,7,8,9", "--json", tmp_path / "b.json"
+    )
+    assert process.stderr
+    while b"(3 of 5)" not in (line := process.stderr.readline()):
+        assert line, "it ended"
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert done.status == 130
+    result = results.load(tmp_path / "b.json")
+    assert [row.prompt_tokens for row in result.rows] == [5, 6]
+    assert "interrupted: 2 of 5 tasks were measured" in result.notes
+    assert "2 of 5 tasks" in done.out
+
+
 def test_explain(folder: Path, tmp_path: Path) -> None:
     done = run("bench", "--model", folder, "--explain", "--json", tmp_path / "e.json")
     assert done.status == 0, done.err
@@ -196,6 +231,14 @@ def test_it_imports_no_other_framework(folder: Path, tmp_path: Path) -> None:
         (("bench", "--model", "OpenELM-270M", "--random-weights", "--precision", "3bit"), "3bit"),
         (("bench", "--model", "/nonexistent/x"), "/nonexistent/x"),
         (("bench", "--repeats", "3", "train"), "--repeats stands before train"),
+        (("bench", "--repeats", "0", "estimate"), "--repeats stands before estimate"),
+        (("bench", "--threshold", "0.5", "estimate"), "--threshold stands before estimate"),
+        (("bench", "--model", "x", "--compare", ""), "names nothing"),
+        (("bench", "--model", "x", "--threshold", "0.5"), "--threshold goes with --against"),
+        (("bench", "--model", "x", "--threshold", "nan", "--against", "x"), "--threshold must be"),
+        (("bench", "estimate", "--json", "/dev/full"), "/dev/full: is no file"),
+        (("bench", "estimate", "--json", "/dev/null/x"), "/dev/null/x: cannot be written"),
+        (("bench", "train", "--model", "x", "--json", "/"), "/: is no file"),
         (("bench", "train"), "--model"),
         (("bench", "train", "--model", "OpenELM-270M", "--random-weights", "--method", "x"), "full, lora"),
         (("bench", "dispatches", "--model", "x"), "'x'"),

@@ -16,7 +16,7 @@ from openelm_mlx.benchmarks import peers, runner
 from openelm_mlx.benchmarks.models import Subject
 from openelm_mlx.benchmarks.peers.base import Contender, Description, Paths
 from openelm_mlx.benchmarks.protocol import Protocol, Timing, prompt_ids
-from openelm_mlx.cpu import blas
+from openelm_mlx.cpu import halves
 from openelm_mlx.errors import OpenELMError
 from tests.benchmarks.fakes import SUBJECT, FakeBench
 from tests.benchmarks.test_worker import eventually, gone
@@ -133,9 +133,9 @@ def test_memory_that_peers_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return runner.memory_needed(contender, dataclasses.replace(SUBJECT, precision=precision), config, backend)
 
     assert 2 * weights < needed(stock, "bf16") < 3.8 * weights
-    monkeypatch.setattr(blas, "bfloat16_alpha", 2.0)  # bfloat16 weights stay as they are on a CPU
+    monkeypatch.setattr(halves, "possible", lambda: True)  # bfloat16 weights stay as they are on a CPU
     assert needed(ours, "bf16") == needed(stock, "bf16")
-    monkeypatch.setattr(blas, "bfloat16_alpha", None)  # they become float32
+    monkeypatch.setattr(halves, "possible", lambda: False)  # they become float32
     assert needed(ours, "bf16") > needed(stock, "bf16") + 2 * weights
     assert needed(ours, "bf16", "metal") == needed(stock, "bf16", "metal")
     assert weights / 2 < needed(stock, "4bit") < needed(stock, "8bit") < needed(stock, "bf16")

@@ -315,7 +315,14 @@ def test_unpacked_weights_that_do_not_fit_are_refused(packed: Path, monkeypatch:
 
 
 @pytest.mark.skipif(device.backend() != "cpu", reason="MLX compiles on a CPU")
-@pytest.mark.parametrize("compilers", [(), ("cc",), ("g++",)], ids=["none", "cc", "g++"])
+@pytest.mark.parametrize(
+    "compilers",
+    [
+        pytest.param((), id="none"),
+        pytest.param(("cc", "as", "ld"), id="ours"),
+        pytest.param(("g++", "as", "ld"), id="MLX's", marks=pytest.mark.slow),
+    ],
+)
 def test_without_compilers(model: Path, greedy: list[int], tmp_path: Path, compilers: tuple[str, ...]) -> None:
     """Neither ours nor MLX's own: nothing that either compiled before is found."""
     for name in ("bin", "tmp", "cache"):
@@ -336,7 +343,8 @@ def test_without_compilers(model: Path, greedy: list[int], tmp_path: Path, compi
     values = json.loads(done.out)
     assert values["tokens"] == greedy
     if sys.platform == "linux":
-        assert "no compiled fast path: " in values["blas"]
+        assert ("no compiled fast path: " in values["blas"]) == ("cc" not in compilers)
+        assert any((tmp_path / "tmp").iterdir()) == ("g++" in compilers)
 
 
 def test_a_revision_goes_with_a_hub_name(model: Path) -> None:

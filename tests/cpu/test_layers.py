@@ -1,4 +1,4 @@
-"""The layers made for a CPU: the plain model's logits and gradients, with every kind of cache, in mlx-lm's hands too."""
+"""The layers made for a CPU: the plain model's logits and gradients, with every kind of cache and within mlx-lm."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ class TestLogits:
         assert distance(whole(fast), expected) <= 1e-5
         assert distance(whole(fast, PROMPT[:5]), whole(plain, PROMPT[:5])) <= 1e-5
 
+    @pytest.mark.slow
     def test_far_positions(self) -> None:
         plain, fast = pair("tiny-tied")
         ids = mx.array([[(7 * n * n + 3) % 250 for n in range(2300)]])  # the window is 2048
@@ -147,7 +148,7 @@ class TestLogits:
 
         def graph(model: OpenELM) -> str:
             text = io.StringIO()
-            mx.export_to_dot(text, model(mx.array([PROMPT])))  # type: ignore[arg-type]
+            mx.export_to_dot(text, model(mx.array([PROMPT])))
             return text.getvalue()
 
         assert "RoPE" in graph(plain) or "Cos" in graph(plain)
@@ -162,7 +163,8 @@ class Fast:
         monkeypatch.setattr(test_model, "golden_model", fast_model)
 
     def test_it_is_the_fast_one(self) -> None:
-        assert isinstance(test_model.golden_model("tiny-tied").layers[0].attn, CpuAttention)
+        found: Any = vars(test_model)["golden_model"]
+        assert isinstance(found("tiny-tied").layers[0].attn, CpuAttention)
 
 
 class TestAgainstMlxLm(Fast, test_model.TestAgainstMlxLm):
@@ -183,6 +185,11 @@ class TestMlxLmsGenerators(Fast, test_model.TestMlxLmsGenerators):
 
 def loss_of(model: Any, ids: mx.array) -> mx.array:
     return nn.losses.cross_entropy(model(ids[:, :-1]), ids[:, 1:]).mean()
+
+
+def dtypes(model: nn.Module) -> set[mx.Dtype]:
+    flat: Any = tree_flatten(model.parameters())
+    return {p.dtype for _, p in flat}
 
 
 def gradients(model: OpenELM, ids: mx.array) -> dict[str, mx.array]:
@@ -208,8 +215,8 @@ class TestTraining:
             assert distance(found[name], gradient) <= 1e-4 * size + 1e-7, name
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-    @pytest.mark.parametrize("compiled", [True, False])
-    def test_lora_of_mlx_lm(self, tmp_path: Path, precision: str, compiled: bool) -> None:
+    def test_lora_of_mlx_lm(self, tmp_path: Path, precision: str) -> None:
+        """As its trainer does it, in a compiled step."""
         utils = import_module("mlx_lm.tuner.utils")
         model = load_model(converted_folder(tmp_path / "model", precision))
         before = model(self.IDS)
@@ -220,7 +227,7 @@ class TestTraining:
         names = [n for n in dict(tree_flatten(model.trainable_parameters())) if n.endswith("lora_a")]
         assert len(names) == 4 * len(model.layers)
         assert distance(model(self.IDS), before) <= 1e-5, "nothing learned yet"
-        optimizer = optim.Adam(learning_rate=5e-3)
+        optimizer = optim.Adam(learning_rate=1e-3)
         model.train()
         state = [model.state, optimizer.state]
 
@@ -229,9 +236,9 @@ class TestTraining:
             optimizer.update(model, gradient)
             return loss
 
-        run_step: Any = mx.compile(step, inputs=state, outputs=state) if compiled else step
+        run_step: Any = mx.compile(step, inputs=state, outputs=state)
         losses = []
-        for _ in range(12):
+        for _ in range(20):
             losses.append(float(run_step(self.IDS)))
             mx.eval(state)
         assert losses[-1] < 0.7 * losses[0], losses
@@ -272,20 +279,16 @@ class TestBfloat16Weights:
             model = load_model(folder)
             model.set_dtype(dtype)
             assert distance(whole(model), expected) <= (1e-5 if dtype == mx.float32 else 0.05)
-            assert not any(p.dtype == mx.bfloat16 for _, p in tree_flatten(model.parameters()))
+            assert dtypes(model) == {dtype}
 
     def test_products_that_come_out_wrong_are_noticed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Here because our function is told another number than it listens to, as if MLX did not pass it on."""
         folder = converted_folder(tmp_path / "model", "bf16")
         expected = whole(load_model(folder))
-        halves._comes_out_right.cache_clear()
         monkeypatch.setattr(blas, "bfloat16_alpha", 1.5)
-        try:
-            assert not halves.possible()
-            model = load_model(folder)
-        finally:
-            halves._comes_out_right.cache_clear()
-        assert {p.dtype for _, p in tree_flatten(model.parameters())} == {mx.float32}
+        assert not halves.possible()
+        model = load_model(folder)
+        assert dtypes(model) == {mx.float32}
         assert distance(whole(model), expected) <= 1e-5
 
 

@@ -319,6 +319,13 @@ for helper in helpers:
     status = Path(f"/proc/self/task/{helper}/status").read_text()
     (blocked,) = (int(x.split()[1], 16) for x in status.splitlines() if x.startswith("SigBlk"))
     print(bool(blocked >> 1 & 1), bool(blocked >> 13 & 1))  # SIGINT, SIGALRM
+def sleeps():
+    time.sleep(0.1)
+    lines = [x for h in sorted(helpers) for x in Path(f"/proc/self/task/{h}/status").read_text().splitlines()]
+    return [int(x.split()[1]) for x in lines if x.startswith("voluntary_ctxt_switches")]
+before = sleeps()
+right(large)
+print(*(b > a for a, b in zip(before, sleeps())))  # woken, and asleep again
 """
 
 FORK = """
@@ -381,8 +388,8 @@ for m in (1, 3, 7, 64):
 print("done")
 """
 
-ENDING_THREADS = """
-some = Product.of_integers(64, 3, 4096)  # 64 rows of 4096 numbers are a megabyte
+ENDING_THREADS = f"""
+some = Product.of_integers({MOST_ROWS}, 3, {(1 << 18) // MOST_ROWS})  # a megabyte has to be copied
 run = some.laid_out()
 def held():
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20
@@ -397,7 +404,7 @@ print(held() - before < 30)
 
 
 def test_helpers_are_started_when_first_needed_and_take_no_signals(library_file: Path) -> None:
-    assert apart(START + HELPERS, library_file) == ["0", "3", *["True"] * 6]
+    assert apart(START + HELPERS, library_file) == ["0", "3", *["True"] * 9]
 
 
 def test_a_forked_child_starts_its_own(library_file: Path) -> None:
