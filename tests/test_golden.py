@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from openelm_mlx import device
+from tests.cpu.compiled import can_be_made
+from tests.cpu.starts import has_openblas
 from tests.golden.checkpoints import BUNDLED
 from tests.golden.kinds import Outcome, check_folder
+from tests.support.cli import ROOT, environment
 
 
 def failures(folder: Path) -> list[Outcome | str]:
@@ -18,6 +24,24 @@ def failures(folder: Path) -> list[Outcome | str]:
 
 def test_tiny_cases_in_both_layouts() -> None:
     assert failures(BUNDLED) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux" or device.backend() != "cpu", reason="has one BLAS")
+@pytest.mark.parametrize("choice", ["shim", "preload", "none"])
+def test_tiny_cases_with_every_blas(choice: str) -> None:
+    """The choice is of the process: each takes one of its own."""
+    if (choice == "shim" and not can_be_made()) or (choice == "preload" and not has_openblas()):
+        pytest.skip("this machine has not got it")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.golden", str(BUNDLED), "--only", "inference"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(OPENELM_BLAS=choice),
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert done.stdout.endswith("\n8 passed, 0 failed\n")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from openelm_mlx import device
 from openelm_mlx.cache import make_cache
-from openelm_mlx.cpu import blas, halves
+from openelm_mlx.cpu import blas, halves, ops
 from openelm_mlx.cpu.layers import CpuAttention, CpuFeedForward, speed_up
 from openelm_mlx.loading import load_model, parameter_shapes
 from openelm_mlx.model import OpenELM
@@ -213,6 +213,21 @@ class TestTraining:
             size = float(mx.abs(gradient).max())
             assert size > 1e-6, f"{name} takes part"
             assert distance(found[name], gradient) <= 1e-4 * size + 1e-7, name
+
+    def test_what_mlx_cannot_compile_there_is_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = fast_model("tiny-tied")
+
+        def compute(*_: Any, **__: Any) -> None:
+            raise AssertionError("has a gradient of its own")
+
+        for name in ("attention", "swiglu"):
+            with monkeypatch.context() as changed:
+                changed.setattr(ops, name, compute)
+                with pytest.raises(AssertionError, match="of its own"):
+                    model(self.IDS)
+                model.train()
+                model(self.IDS)
+                model.eval()
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_lora_of_mlx_lm(self, tmp_path: Path, precision: str) -> None:
