@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openelm_mlx.errors import OpenELMError
+from openelm_mlx.settings import whole_number
 
 WINDOW = 2048
 """OpenELM's window: a prompt and what follows it never exceed it."""
@@ -37,9 +38,7 @@ class Protocol:
 
     def __post_init__(self) -> None:
         for name, least in (("prompt_tokens", 1), ("gen_tokens", 2), ("repeats", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise OpenELMError(f"{name} must be a whole number, {least} or more, not {value!r}")
+            whole_number(name, getattr(self, name), least)
         if self.prompt_tokens + self.gen_tokens > WINDOW:
             raise OpenELMError(
                 f"a prompt of {self.prompt_tokens} and {self.gen_tokens} generated tokens exceed the window of {WINDOW}"

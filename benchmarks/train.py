@@ -24,6 +24,7 @@ from openelm_mlx.benchmarks.models import Subject, load_subject
 from openelm_mlx.benchmarks.protocol import WINDOW, Spread, prompt_ids
 from openelm_mlx.errors import OpenELMError
 from openelm_mlx.model import OpenELM
+from openelm_mlx.settings import whole_number
 
 METHODS = ("full", "lora")
 
@@ -56,9 +57,7 @@ class Training:
         if self.method not in METHODS:
             raise OpenELMError(f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
         for name in ("batch_size", "seq_length", "steps", "rank"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OpenELMError(f"{name} must be a whole number, 1 or more, not {value!r}")
+            whole_number(name, getattr(self, name), 1)
         if self.seq_length > WINDOW:
             raise OpenELMError(f"sequences of {self.seq_length} tokens exceed the window of {WINDOW}")
 

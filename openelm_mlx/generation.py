@@ -13,7 +13,7 @@ import mlx.core as mx
 from openelm_mlx.cache import make_cache
 from openelm_mlx.errors import OpenELMError
 from openelm_mlx.sampling import Sampler
-from openelm_mlx.settings import DEFAULT_MAX_TOKENS, Sampling
+from openelm_mlx.settings import DEFAULT_MAX_TOKENS, Sampling, whole_number
 from openelm_mlx.stopping import StopStrings
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def generate_tokens(
     eos = set(model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
     caches = make_cache(model) if cache is None else cache
     prompt = as_ids(ids)
-    limit = min(_count("max_tokens", max_tokens, 0), room_in_window(model, prompt, caches))
+    limit = min(whole_number("max_tokens", max_tokens, 0), room_in_window(model, prompt, caches))
     for token, _ in _steps(model, prompt, limit, sampling, caches, prefill_step, feed_last=cache is not None):
         if token in eos:
             return
@@ -168,7 +168,7 @@ def stream_generate(
     ids, chat = encode_prompt(tokenizer, prompt)
     caches = make_cache(model) if cache is None else cache
     room = room_in_window(model, ids, caches)
-    limit = min(_count("max_tokens", max_tokens, 0), room)
+    limit = min(whole_number("max_tokens", max_tokens, 0), room)
     eos = frozenset() if ignore_eos else frozenset(tokenizer.eos_token_ids) | set(model.config.eos_token_ids)
     text, stops = tokenizer.stream(ids, strip_leading_space=chat), StopStrings(stop)
     clock = _Clock(len(ids))
@@ -243,12 +243,6 @@ def as_ids(prompt: Iterable[Any]) -> list[int]:
     return [operator.index(item) for item in items]
 
 
-def _count(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OpenELMError(f"{name} must be a whole number, {least} or more, not {value!r}")
-    return value
-
-
 def room_in_window(model: Any, ids: Sequence[int], cache: Sequence[Any]) -> int:
     """How many tokens can follow `ids` (and what the caches hold) in the model's window.
 
@@ -284,7 +278,7 @@ def _steps(
     progress: Progress | None = None,
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield (token, log-probabilities ``(V,)``), `limit` of them; `feed_last` puts the last one into the cache too."""
-    step = _count("prefill_step", prefill_step, 1)
+    step = whole_number("prefill_step", prefill_step, 1)
     if limit <= 0:
         return
     choose = Sampler(sampling, ids)

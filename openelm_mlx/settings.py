@@ -22,6 +22,17 @@ _LONGEST = 1 << 24
 """Tokens; longer than any window."""
 
 
+def whole_number(name: str, value: Any, least: int) -> int:
+    """`value` if it is a whole number from `least` on.
+
+    Raises:
+        OpenELMError: it is something else; the message has its name.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OpenELMError(f"{name} must be a whole number, {least} or more, not {value!r}")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are chosen. The defaults are greedy decoding.
