@@ -151,8 +151,7 @@ def check_together(given: Collection[str], peers: Sequence[str], threshold: floa
     """
     if "threshold" in given and "against" not in given:
         raise OpenELMError("--threshold goes with --against")
-    if not 0 <= threshold < 1:
-        raise OpenELMError(f"--threshold must be a part of the speed, from 0 to below 1, not {threshold!r}")
+    check_threshold(threshold)
     if "explain" in given:
         for name in sorted(set(given) - set(_ONE_STEP)):
             raise OpenELMError(f"--explain looks into one decode step and has no use for {_option(name)}")
@@ -161,6 +160,12 @@ def check_together(given: Collection[str], peers: Sequence[str], threshold: floa
             raise OpenELMError(f"{_option(name)} goes with --compare {peer}")
     if {"json_file", "out"} <= set(given):
         raise OpenELMError("--json and --out both say where the result is kept: leave out one of them")
+
+
+def check_threshold(threshold: float) -> None:
+    """Refuse what is no part of a speed; raises :class:`OpenELMError`."""
+    if not 0 <= threshold < 1:
+        raise OpenELMError(f"--threshold must be a part of the speed, from 0 to below 1, not {threshold!r}")
 
 
 def check_nothing_for_a_verb(given: Collection[str], verb: str) -> None:

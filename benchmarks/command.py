@@ -91,7 +91,6 @@ def bench(
     if context.invoked_subcommand:
         check_nothing_for_a_verb(given, context.invoked_subcommand)
         return
-    check_together(given, names(compare) if compare is not None else (), threshold)
     wanted = plan(
         suite,
         model=model,
@@ -104,6 +103,7 @@ def bench(
         repeats=repeats,
         time_limit=time_limit,
     )
+    check_together(given, wanted.peers, threshold)
     from openelm_mlx import plotting
     from openelm_mlx.benchmarks import results
     from openelm_mlx.benchmarks import suite as suites
@@ -121,9 +121,10 @@ def bench(
     if plot:
         plotting.require()
     folder = out or results.default_folder()
-    for place in (json_file or folder / "x.json", plot, save_to / "x.json" if save_to else None):
-        if place:
-            results.check_place(place)
+    for file in filter(None, (json_file, plot)):
+        results.check_place(file)
+    for place in filter(None, (None if json_file else folder, save_to)):
+        results.check_folder(place)
     paths = Paths(corenet=corenet, llama_bench=llama_bench, gguf=gguf, torch_python=torch_python)
     kept: Path | None = None
     result: Result | None = None
@@ -136,9 +137,9 @@ def bench(
             paths=paths,
             progress=_teller(quiet),
         ):
-            place = kept or json_file or results.default_path(result, folder)
-            results.save(result, place)
-            kept = place
+            file = kept or json_file or results.default_path(result, folder)
+            results.save(result, file)
+            kept = file
     finally:  # what a long run measured before it was interrupted is told too
         if result is not None and kept is not None:
             _print_result(result, kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from openelm_mlx.benchmarks.choices import THRESHOLD
+from openelm_mlx.benchmarks.choices import THRESHOLD, check_threshold
 from openelm_mlx.benchmarks.protocol import Spread
 from openelm_mlx.benchmarks.results import Result, Row
 from openelm_mlx.benchmarks.table import aligned, number
@@ -64,8 +64,7 @@ def compare(new: Result, old: Result, threshold: float = THRESHOLD) -> Compariso
     Raises:
         OpenELMError: the threshold makes no sense, or the results have no row in common.
     """
-    if not 0 <= threshold < 1:
-        raise OpenELMError(f"the threshold must be a part of the speed, from 0 to below 1, not {threshold!r}")
+    check_threshold(threshold)
     before, after = ({row.key: row for row in result.rows} for result in (old, new))
     both = [key for key in after if key in before]
     if not both:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 
 from openelm_mlx.benchmarks.dispatches import count_mlx_lm, count_ours
@@ -51,6 +52,7 @@ class Estimate:
     """By chip."""
 
 
+@cache
 def fit() -> Fit:
     """The two unknowns from the paper's two bf16 figures.
 

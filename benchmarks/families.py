@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openelm_mlx.benchmarks.peers.base import OURS
+from openelm_mlx.benchmarks.peers.base import OURS, last_line
 from openelm_mlx.benchmarks.protocol import Protocol, Spread
 from openelm_mlx.benchmarks.table import aligned, number
 from openelm_mlx.config import OpenELMConfig
@@ -113,10 +113,9 @@ def measure_families(
     Raises:
         OpenELMError: the precision is not known.
     """
-    from openelm_mlx.benchmarks.models import PRECISIONS
+    from openelm_mlx.benchmarks.models import stored_as
 
-    if precision not in PRECISIONS:
-        raise OpenELMError(f"precision {precision!r} is not known; use one of {', '.join(PRECISIONS)}")
+    stored_as(precision)
     for family in chosen:
         result = FamilyResult(family.name, THEIRS, precision, family.parameters, note=family.note)
         if family.left_out:
@@ -146,8 +145,7 @@ def _last_words(done: subprocess.CompletedProcess[str]) -> str:
     """Why a process failed, on one line."""
     if done.returncode < 0:
         return f"its process was ended by signal {-done.returncode} (9 is most often memory that ran out)"
-    said = done.stderr.strip().splitlines()
-    return said[-1].strip() if said else f"its process ended with status {done.returncode} and said nothing"
+    return last_line(done.stderr) or f"its process ended with status {done.returncode} and said nothing"
 
 
 def lines(results: Sequence[FamilyResult]) -> list[str]:

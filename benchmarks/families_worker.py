@@ -13,18 +13,18 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from openelm_mlx import device, loading
+from openelm_mlx.benchmarks import norms
 from openelm_mlx.benchmarks.families import Family
-from openelm_mlx.benchmarks.models import PRECISIONS, fill_randomly
+from openelm_mlx.benchmarks.models import PRECISIONS, fill_randomly, random_model
 from openelm_mlx.benchmarks.peers.base import OURS
 from openelm_mlx.benchmarks.peers.onmlx import measure
+from openelm_mlx.benchmarks.peers.ours import pieces
 from openelm_mlx.benchmarks.protocol import Protocol, prompt_ids
 from openelm_mlx.benchmarks.roofline import weight_bytes_per_token
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.errors import OpenELMError
-from openelm_mlx.generation import generate_tokens
 from openelm_mlx.model import OpenELM
 
 WARM_UP = 2
@@ -102,12 +102,6 @@ def norm_layers(model: nn.Module) -> int:
     return sum(type(module).__name__.endswith("Norm") for module in model.modules())
 
 
-def parameter_count(model: nn.Module) -> int:
-    """Parameters of a model that is not packed."""
-    flat: Any = tree_flatten(model.parameters())
-    return sum(parameter.size for _, parameter in flat)
-
-
 def load_family(family: Family, precision: str) -> nn.Module:
     """mlx-lm's model of this family, filled with random weights: ``mlx_lm.generate.generate_step`` can drive it.
 
@@ -129,10 +123,7 @@ def load_ours(family: Family, precision: str) -> OpenELM:
     """
     dtype = loading.target_dtype(PRECISIONS[precision][0], None)
     _require_memory(family, precision, dtype)
-    model = OpenELM(OpenELMConfig.from_dict(family.config))
-    fill_randomly(model, precision)
-    loading.make_ready(model, dtype)
-    return model
+    return random_model(OpenELMConfig.from_dict(family.config), precision)
 
 
 def _require_memory(family: Family, precision: str, dtype: mx.Dtype) -> None:
@@ -166,10 +157,9 @@ def _ours(family: Family, precision: str, protocol: Protocol) -> dict[str, Any]:
     model = load_ours(family, precision)
     config = model.config
     ids = prompt_ids(protocol.prompt_tokens, config.vocab_size)
-    speeds = _speeds(protocol, lambda n: ([t] for t in generate_tokens(model, ids, n, eos_token_ids=())))
+    speeds = _speeds(protocol, lambda n: pieces(model, ids, n))
     # By the architecture: how many modules the running model makes of its norms is its own affair.
-    norms = (4 if config.normalize_qk_projections else 2) * config.num_transformer_layers + 1
-    return {"norm_layers": norms, "weight_bytes": weight_bytes_per_token(model), **speeds}
+    return {"norm_layers": norms.norm_layers(config), "weight_bytes": weight_bytes_per_token(model), **speeds}
 
 
 def _theirs(model: nn.Module, protocol: Protocol) -> dict[str, Any]:

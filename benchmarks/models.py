@@ -23,6 +23,17 @@ PRECISIONS = {"bf16": (mx.bfloat16, None), "fp16": (mx.float16, None), "fp32": (
 GROUP_SIZE = 64
 
 
+def stored_as(precision: str) -> tuple[mx.Dtype, int | None]:
+    """Dtype of what is stored in full precision, and bits of the packed layers.
+
+    Raises:
+        OpenELMError: the name is none of `PRECISIONS`.
+    """
+    if precision not in PRECISIONS:
+        raise OpenELMError(f"precision {precision!r} is not known; use one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[precision]
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model to measure: a local folder, or a preset with random weights."""
@@ -55,10 +66,16 @@ def load_subject(subject: Subject, *, cpu_weights: str | None = None, dtype: str
     """The model, as :func:`openelm_mlx.load` makes it ready."""
     if subject.folder is not None:
         return loading.load_model(subject.folder, dtype=dtype, cpu_weights=cpu_weights)
-    model = OpenELM(subject.config())
-    fill_randomly(model, subject.precision)
-    stored = PRECISIONS[subject.precision][0]
-    target = loading.target_dtype(stored, dtype)
+    return random_model(subject.config(), subject.precision, cpu_weights=cpu_weights, dtype=dtype)
+
+
+def random_model(
+    config: OpenELMConfig, precision: str, *, cpu_weights: str | None = None, dtype: str | None = None
+) -> OpenELM:
+    """A model with random weights, made ready as :func:`openelm_mlx.load` does with those of a file."""
+    model = OpenELM(config)
+    fill_randomly(model, precision)
+    target = loading.target_dtype(stored_as(precision)[0], dtype)
     loading.make_ready(model, target, cpu_weights=cpu_weights, keep_bfloat16=dtype is None)
     loading.evaluate(model)
     return model
@@ -69,9 +86,7 @@ def fill_randomly(model: nn.Module, precision: str, seed: int = 0) -> None:
 
     Works for mlx-lm's models too. Raises :class:`OpenELMError` for an unknown precision.
     """
-    if precision not in PRECISIONS:
-        raise OpenELMError(f"precision {precision!r} is not known; use one of {', '.join(PRECISIONS)}")
-    dtype, bits = PRECISIONS[precision]
+    dtype, bits = stored_as(precision)
     keys = iter(mx.random.split(mx.random.key(seed), 4096))
 
     def values(path: str, parameter: mx.array) -> mx.array:

@@ -19,10 +19,11 @@ import mlx.nn as nn
 
 from openelm_mlx import device
 from openelm_mlx.benchmarks.models import Subject, load_subject
+from openelm_mlx.benchmarks.peers.onmlx import measure as timed_run
+from openelm_mlx.benchmarks.peers.ours import pieces
 from openelm_mlx.benchmarks.protocol import PROTOCOLS, Protocol, Spread, prompt_ids
 from openelm_mlx.benchmarks.table import aligned
 from openelm_mlx.config import OpenELMConfig
-from openelm_mlx.generation import generate_tokens
 from openelm_mlx.model import OpenELM
 
 PROTOCOL = PROTOCOLS["quick"]
@@ -214,8 +215,6 @@ def _alternate(first: Callable[[], float], second: Callable[[], float], repeats:
 
 
 def _tokens_per_second(model: OpenELM, protocol: Protocol) -> float:
-    prompt = prompt_ids(protocol.prompt_tokens, model.config.vocab_size)
-    tokens = generate_tokens(model, prompt, protocol.gen_tokens, eos_token_ids=())
-    next(tokens)
-    start = time.perf_counter()
-    return sum(1 for _ in tokens) / (time.perf_counter() - start)
+    ids = prompt_ids(protocol.prompt_tokens, model.config.vocab_size)
+    run = timed_run(pieces(model, ids, protocol.gen_tokens), len(ids), protocol.gen_tokens, protocol.time_limit)
+    return run.timing.generation_tps

@@ -213,20 +213,34 @@ def check_place(path: Path) -> None:
     Raises:
         OpenELMError: it is a folder, a device or the like, or its folder cannot be written.
     """
+    path = _real_file(path)
+    _check_folder(path.parent, path)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder in which no file can be made, as :func:`check_place` does."""
+    _check_folder(folder, folder)
+
+
+def _check_folder(folder: Path, named: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        Path(tempfile.mkdtemp(prefix=".", dir=folder)).rmdir()
+    except OSError as e:
+        raise OpenELMError(f"{named}: cannot be written: {e.strerror or e}") from None
+
+
+def _real_file(path: Path) -> Path:
+    """Where a link leads; what is there must not be a folder, a device or the like, which replacing would destroy."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise OpenELMError(f"{path}: is no file, and will not be replaced; name another one")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)).rmdir()
-    except OSError as e:
-        raise OpenELMError(f"{path}: cannot be written: {e.strerror or e}") from None
+    return path
 
 
 def save_json(found: Any, path: Path) -> None:
     """Write plain values as :func:`save` does."""
-    check_place(path)
-    path = Path(os.path.realpath(path))  # where a link leads
+    path = _real_file(path)
     # Names of folders may hold bytes that are no text in any encoding.
     values = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
     beside: str | None = None

@@ -34,6 +34,7 @@ from openelm_mlx.benchmarks.peers.base import (
     LeftOut,
     Paths,
     Run,
+    last_line,
     parameter_count,
 )
 from openelm_mlx.benchmarks.protocol import Protocol, Spread, Timing, prompt_ids
@@ -286,9 +287,9 @@ class Worker:
         """Why the process ended, in words."""
         status = self._process.wait()
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        said = last_line(self._errors.read().decode(errors="replace"))
         how = f"status {status}" if status >= 0 else f"signal {-status}"
-        return f"its process ended with {how}" + (f": {said[-1].strip()}" if said else "")
+        return f"its process ended with {how}" + (f": {said}" if said else "")
 
 
 def memory_needed(contender: Contender, subject: Subject, config: OpenELMConfig, backend: str) -> float:

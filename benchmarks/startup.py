@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from openelm_mlx.benchmarks.peers.base import last_line
 from openelm_mlx.benchmarks.protocol import Spread
 from openelm_mlx.benchmarks.table import aligned, number
 from openelm_mlx.errors import OpenELMError
@@ -160,8 +161,7 @@ def _read_until_text(pipe: int, before: bytes, deadline: float) -> float | None:
 
 def _last_words(errors: IO[bytes], status: int) -> str:
     errors.seek(0)
-    said = errors.read().decode(errors="replace").strip().splitlines()
-    return said[-1].strip() if said else f"it ended with status {status} and wrote no text"
+    return last_line(errors.read().decode(errors="replace")) or f"it ended with status {status} and wrote no text"
 
 
 def lines(starts: Sequence[StartUp]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from openelm_mlx import device, hub
 from openelm_mlx.benchmarks import busy, dispatches, machine, runner
 from openelm_mlx.benchmarks.bandwidth import Bandwidth, read_bandwidth
-from openelm_mlx.benchmarks.models import PRECISIONS, Subject
+from openelm_mlx.benchmarks.models import Subject, stored_as
 from openelm_mlx.benchmarks.peers.base import OURS, STOCK, Paths, packed_bits
 from openelm_mlx.benchmarks.protocol import Protocol
 from openelm_mlx.benchmarks.results import Result, Row, ratios
@@ -48,9 +48,8 @@ def subject_of(name: str, *, random_weights: bool, precision: str | None) -> Sub
     if random_weights:
         if name not in PRESETS:
             raise OpenELMError(f"--random-weights needs one of the sizes {', '.join(PRESETS)}, not {name}")
-        if precision not in PRECISIONS:
-            raise OpenELMError(f"precision {precision!r} is not known; use one of {', '.join(PRECISIONS)}")
-        return Subject(name, preset=name, precision=precision)
+        stored_as(str(precision))
+        return Subject(name, preset=name, precision=str(precision))
     if name in PRESETS and not Path(name).exists():
         raise OpenELMError(f"{name} is a size, not a folder; add --random-weights to measure it without its weights")
     if precision is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BLAS_VARIABLE = "OPENELM_BLAS"
 BLAS_CHOICES = ("auto", "shim", "preload", "none")
-_OPENBLAS = "libopenblas.so.0"
+OPENBLAS = "libopenblas.so.0"
 
 _blas = "MLX's own"
 
@@ -46,7 +46,7 @@ def preload() -> None:
     if choice == "shim":
         print(f"{BLAS_VARIABLE}=shim: {why}", file=sys.stderr)
     if not _load_openblas(why) and choice == "preload":
-        print(f"{BLAS_VARIABLE}=preload: {_OPENBLAS} cannot be loaded; using MLX's own BLAS", file=sys.stderr)
+        print(f"{BLAS_VARIABLE}=preload: {OPENBLAS} cannot be loaded; using MLX's own BLAS", file=sys.stderr)
 
 
 def _load_shim() -> str | None:
@@ -65,11 +65,11 @@ def _load_openblas(why_not_fast: str) -> bool:
     global _blas
     because = f"; no compiled fast path: {why_not_fast}" if why_not_fast else ""
     try:
-        ctypes.CDLL(_OPENBLAS, ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(OPENBLAS, ctypes.RTLD_GLOBAL)
     except OSError:
-        _blas = f"MLX's own, slow (no {_OPENBLAS}; on Debian: apt-get install libopenblas0-pthread{because})"
+        _blas = f"MLX's own, slow (no {OPENBLAS}; on Debian: apt-get install libopenblas0-pthread{because})"
         return False
-    _blas = f"OpenBLAS ({_OPENBLAS}, loaded before mlx{because})"
+    _blas = f"OpenBLAS ({OPENBLAS}, loaded before mlx{because})"
     return True
 
 

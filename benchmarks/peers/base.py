@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from openelm_mlx.benchmarks.protocol import Timing
 from openelm_mlx.config import OpenELMConfig
+from openelm_mlx.device import OPENBLAS
 from openelm_mlx.errors import OpenELMError
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 OURS = "openelm-mlx"
 STOCK = "stock"
 WITH_OPENBLAS = "float32, OpenBLAS"
-OPENBLAS = "libopenblas.so.0"
 
 
 class LeftOut(OpenELMError):
@@ -168,15 +168,18 @@ def packed_bits(subject: Subject) -> int | None:
     Raises:
         OpenELMError: its folder cannot be read, or its precision is not known.
     """
-    from openelm_mlx.benchmarks.models import PRECISIONS
+    from openelm_mlx.benchmarks.models import stored_as
     from openelm_mlx.loading import read_model_config
 
     if subject.folder is not None:
         bits = read_model_config(subject.folder).get("quantization", {}).get("bits")
         return bits if isinstance(bits, int) else None
-    if subject.precision not in PRECISIONS:
-        raise OpenELMError(f"precision {subject.precision!r} is not known; use one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[subject.precision][1]
+    return stored_as(subject.precision)[1]
+
+
+def last_line(said: str) -> str:
+    """What a program that failed said last; empty if it said nothing."""
+    return said.strip().rpartition("\n")[2].strip()
 
 
 def parameter_count(config: OpenELMConfig) -> int:

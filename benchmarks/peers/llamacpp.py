@@ -17,6 +17,7 @@ from openelm_mlx.benchmarks.peers.base import (
     LeftOut,
     Paths,
     Run,
+    last_line,
     parameter_count,
     process_peak_gb,
 )
@@ -87,8 +88,8 @@ class LlamaCpp:
         except OSError as e:
             raise LeftOut(f"{self.contender.path}: cannot be run: {e.strerror or e}") from None
         if done.returncode:
-            said = done.stderr.strip().splitlines() or ["nothing on stderr"]
-            raise LeftOut(f"llama-bench ended with status {done.returncode}: {said[-1]}")
+            said = last_line(done.stderr) or "nothing on stderr"
+            raise LeftOut(f"llama-bench ended with status {done.returncode}: {said}")
         try:
             rows = json.loads(done.stdout)
         except ValueError:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from openelm_mlx.benchmarks.peers.base import OURS, Absent, Contender, Description, Job, Paths, Run
 
 if TYPE_CHECKING:
     from openelm_mlx.benchmarks.models import Subject
+    from openelm_mlx.model import OpenELM
 
 NAME = OURS
 
@@ -16,6 +17,13 @@ NAME = OURS
 def contenders(subject: Subject, backend: str, paths: Paths) -> list[Contender | Absent]:
     """Always takes part."""
     return [Contender(peer=NAME)]
+
+
+def pieces(model: OpenELM, ids: Sequence[int], gen_tokens: int) -> Iterator[list[int]]:
+    """A generation as the clock takes it: greedy, and whatever is said about the end."""
+    from openelm_mlx.generation import generate_tokens
+
+    return ([token] for token in generate_tokens(model, ids, gen_tokens, eos_token_ids=()))
 
 
 class Ours:
@@ -40,10 +48,8 @@ class Ours:
     def run(self, ids: Sequence[int], gen_tokens: int, time_limit: float | None) -> Run:
         """One generation."""
         from openelm_mlx.benchmarks.peers.onmlx import measure
-        from openelm_mlx.generation import generate_tokens
 
-        pieces = ([token] for token in generate_tokens(self.model, ids, gen_tokens, eos_token_ids=()))
-        return measure(pieces, len(ids), gen_tokens, time_limit)
+        return measure(pieces(self.model, ids, gen_tokens), len(ids), gen_tokens, time_limit)
 
 
 load = Ours

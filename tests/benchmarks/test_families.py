@@ -16,9 +16,9 @@ from openelm_mlx.benchmarks.families_worker import (
     load_family,
     load_ours,
     norm_layers,
-    parameter_count,
 )
 from openelm_mlx.benchmarks.protocol import Protocol, Spread
+from openelm_mlx.benchmarks.train import parameters as parameter_count
 from openelm_mlx.device import Memory
 from openelm_mlx.errors import OpenELMError
 from tests.support.models import converted_folder, golden_config
