@@ -258,7 +258,8 @@ def memory_needed(folder: Path, dtype: str | mx.Dtype | None = None, cpu_weights
     as_stored = {
         name
         for name, t in tensors.items()
-        if t.dtype not in _FLOATS or (halved and t.dtype == "BF16" and len(t.shape) == 2 and name.endswith(".weight"))
+        if t.dtype not in _FLOATS
+        or (halved and t.dtype == "BF16" and halves.fits(t.shape) and name.endswith(".weight"))
     }
     weights = sum(t.nbytes if name in as_stored else t.size * item for name, t in tensors.items())
     if cpu_weights == "float32" and device.backend() == "cpu" and values.get("quantization"):

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from openelm_mlx import device
 from openelm_mlx.config import OpenELMConfig
+from openelm_mlx.convert.job import convert
 from openelm_mlx.cpu import halves, unpacking
 from openelm_mlx.dtypes import parse_dtype
 from openelm_mlx.errors import CheckpointError, ConfigError, OpenELMError
@@ -31,6 +32,7 @@ from openelm_mlx.loading import (
     start_loading,
 )
 from openelm_mlx.model import OpenELM
+from tests.support import sources
 from tests.support.models import converted_folder, golden_config, golden_model, greedy_reference, hf_folder
 from tests.support.tokenizers_made import byte_level_folder
 from tests.support.torch_writer import save_torch
@@ -474,6 +476,18 @@ class TestMemory:
         assert memory_needed(folders["fp32"]) == memory_needed(folders["fp32"], "fp32")
         assert memory_needed(source) == memory_needed(source, "bf16")  # float32 on disk, cast when loaded
 
+    @pytest.mark.skipif(not CPU, reason="elsewhere everything stays as it is stored")
+    @pytest.mark.parametrize("vocab_size", [400, 401])
+    def test_it_is_what_loading_takes(self, tmp_path: Path, vocab_size: int) -> None:
+        """An odd vocabulary's table cannot stay in bfloat16."""
+        source = sources.hf(
+            tmp_path / "hf", sources.weights(sources.config(vocab_size=vocab_size)), vocab_size=vocab_size
+        )
+        folder = convert(source, tmp_path / "bf16", precision="bf16", tokenizer="none").folder
+        model = load_model(folder)
+        cache = kv_bytes_per_token(model.config, 4) * model.config.max_context_length
+        assert memory_needed(folder) == sum(p.nbytes for p in parameters(model).values()) + cache
+
     def test_refused_with_both_figures(self, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         needed = memory_needed(folders["bf16"], "bf16")
         monkeypatch.setattr(device, "memory", lambda: device.Memory(needed - 1, "what a test allows"))
@@ -507,8 +521,6 @@ class TestPeakMemory:
     @pytest.fixture(scope="class")
     @classmethod
     def made(cls, config: OpenELMConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-        from openelm_mlx.convert.job import convert
-
         root = tmp_path_factory.mktemp("large")
         tensors = {n: np.asarray(p) for n, p in parameters(OpenELM(config)).items()}
         for name in ("safetensors", "bin"):

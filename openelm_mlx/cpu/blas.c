@@ -55,7 +55,6 @@ enum { LANES = 4, ROWS = 6 };
 #endif
 enum { AT_ONCE = 4 }; /* Rows of the weights. */
 typedef float vec __attribute__((vector_size(LANES * sizeof(float)), may_alias));
-typedef float unaligned_vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef int32_t mask __attribute__((vector_size(LANES * sizeof(float))));
 
 typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
@@ -89,7 +88,7 @@ static inline float total(vec v) {
  * from there; what is left in one vector more. The first and the last are read from where the row begins and ends, and
  * rotated so that element i is always in lane (i - skew) % LANES, with zeros in the lanes they do not fill (what is read
  * there may be infinite). A is copied into the same vectors, those of ROWS rows side by side: every tile reads them in
- * order. The sums are rotated back in the end: what is added to what, and when, does not depend on `skew`. */
+ * order. `total` goes round and round the lanes, so what is added to what, and when, does not depend on `skew`. */
 static int64_t vectors(const product *p) { return 2 + (p->k - p->skew) / LANES; }
 
 static inline int64_t aligned_end(const product *p) { return p->skew + (vectors(p) - 2) * LANES; }
@@ -164,7 +163,7 @@ static inline __attribute__((always_inline)) void tile(const product *p, int row
     add(sum, x + m * parts(half), w, m, n, half);
     for (int r = 0; r < m; r++)
         for (int s = 0; s < n; s++)
-            out[r][at + s] = total((vec)rotated((mask)sum[r][s], LANES - p->skew));
+            out[r][at + s] = total(sum[r][s]);
 }
 
 typedef void tiles_fn(const product *, int row, int64_t first, int64_t count, sums_of_piece out);

@@ -7,6 +7,7 @@ gradients in training (``model.train()``), where the weights are cast for every 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import mlx.core as mx
@@ -35,14 +36,15 @@ def keep(model: nn.Module) -> None:
         return
     for layer in model.modules():
         kind = _REPLACEMENT.get(type(layer))
-        if kind and _fits(layer.weight) and "bias" not in layer:
+        if kind and layer.weight.dtype == mx.bfloat16 and fits(layer.weight.shape) and "bias" not in layer:
             layer.__class__ = kind
 
 
-def _fits(weight: mx.array) -> bool:
+def fits(shape: Sequence[int]) -> bool:
+    """Whether weights of this shape can stay: a matrix with an even number of rows, and not too small."""
     # Two rows make one of floats. Of a single one MLX could not tell whether it lies there transposed, and would say
     # either.
-    return weight.dtype == mx.bfloat16 and weight.shape[0] % 2 == 0 and min(weight.shape) >= _SMALLEST
+    return len(shape) == 2 and shape[0] % 2 == 0 and min(shape) >= _SMALLEST
 
 
 class HalfLinear(nn.Linear):

@@ -72,7 +72,7 @@ def _swiglu_gradient(y: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     """RoPE, half-split: ``(B, any, L, head_dim)`` heads by angles ``(L, head_dim / 2)``."""
     a, b = mx.split(x, 2, axis=-1)
-    return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return _turned(a, b, cos, sin)
 
 
 @mx.compile
@@ -80,7 +80,10 @@ def normalize_and_rotate(x: mx.array, weight: mx.array, cos: mx.array, sin: mx.a
     """RMSNorm of every head of ``(B, any, L, head_dim)``, with weights ``(any, 1, head_dim)``, then RoPE."""
     scale = mx.rsqrt(mx.square(x).mean(-1, keepdims=True) + eps)
     (a, b), (u, v) = mx.split(x, 2, axis=-1), mx.split(weight, 2, axis=-1)
-    a, b = a * scale * u, b * scale * v
+    return _turned(a * scale * u, b * scale * v, cos, sin)
+
+
+def _turned(a: mx.array, b: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
