@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from openelm_mlx.benchmarks.machine import cores, load_average
+from openelm_mlx.machine import cores, load_average
 
 _PROC = Path("/proc")
 

@@ -6,6 +6,7 @@ Imports nothing heavy, so that ``openelm bench --help`` can show it at once.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from typing import Any
 from openelm_mlx.benchmarks.peers import PEERS
 from openelm_mlx.benchmarks.peers.base import OURS
 from openelm_mlx.benchmarks.protocol import PROTOCOLS, Protocol
+from openelm_mlx.benchmarks.trainers import COMPARED
 from openelm_mlx.errors import OpenELMError
 
 THRESHOLD = 0.10
@@ -22,6 +24,8 @@ THRESHOLD = 0.10
 PEER_NAMES = tuple(name for name in PEERS if name != OURS)
 
 DEFAULT_PROTOCOL = "paper"
+
+TRAINERS_HELP = "; ".join(f"{name}: {what}" for name, what in COMPARED.items()) + "."
 
 PROTOCOLS_HELP = "; ".join(
     [f"{name}: {p.prompt_tokens} + {p.gen_tokens} tokens, {p.repeats} runs" for name, p in PROTOCOLS.items()]
@@ -186,6 +190,25 @@ def _protocol(name: str) -> Protocol:
 
 def _runs(base: Protocol, prompts: tuple[int, ...], changes: Mapping[str, Any]) -> tuple[Protocol, ...]:
     return tuple(dataclasses.replace(base, prompt_tokens=length, **changes) for length in prompts)
+
+
+def trainers(text: str | None) -> tuple[str, ...]:
+    """What fine-tuning is compared with; raises :class:`OpenELMError` for a name that is none."""
+    found = () if text is None else names(text)
+    for name in found:
+        if name not in COMPARED:
+            raise OpenELMError(f"--compare {name}: there is no such trainer; there are {', '.join(COMPARED)}")
+    return found
+
+
+def span(text: str | None) -> tuple[int, int] | None:
+    """Two lengths, such as 20-256."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,6})-(\d{1,6})", text.strip())
+    if match is None:
+        raise OpenELMError(f"--ragged {text}: expected two lengths, such as 20-256")
+    return int(match[1]), int(match[2])
 
 
 def names(text: str) -> tuple[str, ...]:

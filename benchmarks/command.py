@@ -13,16 +13,22 @@ from openelm_mlx.benchmarks.choices import (
     PROTOCOLS_HELP,
     SUITES,
     THRESHOLD,
+    TRAINERS_HELP,
     check_nothing_for_a_verb,
     check_together,
     names,
     plan,
+    span,
+    trainers,
 )
+from openelm_mlx.benchmarks.trainers.base import Training
 from openelm_mlx.convert.choices import PRECISIONS
 from openelm_mlx.errors import OpenELMError
 
 if TYPE_CHECKING:
     from openelm_mlx.benchmarks.results import Result
+
+_TRAINING = Training()
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -170,7 +176,8 @@ def _teller(quiet: bool) -> Any:
 
 
 def _print_result(result: Result, kept: Path) -> None:
-    from openelm_mlx.benchmarks import machine, published, table
+    from openelm_mlx import machine
+    from openelm_mlx.benchmarks import published, table
 
     print(*machine.lines(result.machine), sep="\n")
     if result.bandwidth:
@@ -237,20 +244,45 @@ def train(
     model: Model = None,
     random_weights: RandomWeights = False,
     precision: Precision = None,
-    method: Annotated[str, typer.Option(help="full: all weights; lora: adapters on every projection.")] = "lora",
-    batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = 4,
-    seq_length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 512,
-    steps: Annotated[int, typer.Option(help="Timed steps, after one that warms up.")] = 10,
-    rank: Annotated[int, typer.Option(help="Of LoRA's adapters.")] = 8,
+    method: Annotated[
+        str, typer.Option(help="full: all weights; lora, dora: adapters on every projection.")
+    ] = _TRAINING.method,
+    batch_size: Annotated[int, typer.Option(help="Rows a step.")] = _TRAINING.batch_size,
+    seq_length: Annotated[int, typer.Option(help="Tokens a row.")] = _TRAINING.seq_length,
+    steps: Annotated[int, typer.Option(help="Timed steps, after one that warms up.")] = _TRAINING.steps,
+    rank: Annotated[int, typer.Option(help="Of adapters.")] = _TRAINING.rank,
+    ragged: Annotated[
+        str | None,
+        typer.Option(help="Sequences of random lengths, such as 20-256: packed into rows here, padded by mlx-lm."),
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(help=f"Trainers to measure in turn with this one. {TRAINERS_HELP}")
+    ] = None,
     json_file: Json = None,
+    save_to: Annotated[
+        Path | None, typer.Option(help="Folder to keep the result in, named by chip and system; the last one stays.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Measure fine-tuning: tokens a second of training steps on random data."""
+    how = Training(
+        method=method, batch_size=batch_size, seq_length=seq_length, steps=steps, rank=rank, ragged=span(ragged)
+    )
+    with_whom = trainers(compare)
     _can_be_written(json_file)
+    from openelm_mlx.benchmarks import results
     from openelm_mlx.benchmarks import train as training
 
-    how = training.Training(method=method, batch_size=batch_size, seq_length=seq_length, steps=steps, rank=rank)
-    report = training.measure(_one_subject(model, random_weights, precision), how)
-    _print(report.to_json(), training.lines(report), json_file)
+    if save_to:
+        results.check_folder(save_to)
+    subject = _one_subject(model, random_weights, precision)
+    report = training.measure(subject, how, with_whom, progress=_teller(quiet))
+    result = report.result(results.shown_command(sys.argv[1:]))
+    _print(result.to_json(), training.lines(report), json_file)
+    if save_to:
+        stored = results.default_path(result, save_to, dated=False)
+        results.save(result, stored)
+        print(f"stored in {stored}")
 
 
 @app.command()

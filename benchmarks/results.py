@@ -20,11 +20,11 @@ from typing import Any
 
 from openelm_mlx import files
 from openelm_mlx.benchmarks.bandwidth import Bandwidth
-from openelm_mlx.benchmarks.machine import slug, without_home
 from openelm_mlx.benchmarks.peers.base import STOCK
 from openelm_mlx.benchmarks.protocol import Spread, Timing
 from openelm_mlx.benchmarks.roofline import Roofline
 from openelm_mlx.errors import OpenELMError
+from openelm_mlx.machine import slug, without_home
 from openelm_mlx.writer import write_json
 
 VERSION = 1
@@ -160,7 +160,7 @@ class Result:
     time: str = field(default_factory=_now)
     """When, UTC, ISO 8601."""
     machine: dict[str, Any]
-    """See :func:`openelm_mlx.benchmarks.machine.machine`."""
+    """See :func:`openelm_mlx.machine.machine`."""
     protocol: dict[str, Any]
     """The fields of :class:`~openelm_mlx.benchmarks.protocol.Protocol`."""
     bandwidth: Bandwidth | None = None

@@ -54,7 +54,7 @@ PAUSE = 0.1
 
 _START = (
     "import sys; root = sys.argv.pop(); sys.path[:] = [root, *filter(None, sys.path)]; import openelm_mlx; "
-    "sys.path.remove(root); from openelm_mlx.benchmarks.worker import main; main()"
+    "sys.path.remove(root); from openelm_mlx.benchmarks.{} import main; main()"
 )
 """Finds this very package in any Python, and nothing else beside it or in the current folder."""
 
@@ -225,9 +225,9 @@ class _Turns:
 
 
 class Worker:
-    """A worker process, as the process that asks sees it."""
+    """A worker process, as the process that asks sees it; `module` is what it runs."""
 
-    def __init__(self, contender: Contender, timeout: float) -> None:
+    def __init__(self, contender: Contender, timeout: float, module: str = "worker") -> None:
         self.timeout = timeout
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         self._rest = b""
@@ -235,7 +235,7 @@ class Worker:
         own = {} if contender.preloads else {device.BLAS_VARIABLE: "none"}
         try:
             self._process = subprocess.Popen(
-                [contender.python or sys.executable, "-c", _START, root],
+                [contender.python or sys.executable, "-c", _START.format(module), root],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from openelm_mlx import device, hub
-from openelm_mlx.benchmarks import busy, dispatches, machine, runner
+from openelm_mlx import device, hub, machine
+from openelm_mlx.benchmarks import busy, dispatches, runner
 from openelm_mlx.benchmarks.bandwidth import Bandwidth, read_bandwidth
 from openelm_mlx.benchmarks.models import Subject, stored_as
 from openelm_mlx.benchmarks.peers.base import OURS, STOCK, Paths, packed_bits

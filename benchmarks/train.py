@@ -1,236 +1,271 @@
-"""``openelm bench train``: fine-tuning speed, of all weights or of LoRA adapters.
+"""``openelm bench train``: fine-tuning speed, of all weights or of adapters, beside mlx-lm's own tuner if asked.
 
-One training step as mlx-lm's trainer has it: next-token cross entropy, AdamW, forward, backward and update in one
-compiled function. The batch is random ids, the same in every step, so that a loss that falls shows that the updates
-arrive.
+Every trainer runs in a process of its own. They take turns step by step, so that a machine that becomes slower or
+faster with time does so for all of them.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-from mlx.optimizers import AdamW
-from mlx.utils import tree_flatten
-
-from openelm_mlx import device
-from openelm_mlx.benchmarks.models import Subject, load_subject
-from openelm_mlx.benchmarks.protocol import WINDOW, Spread, prompt_ids
+from openelm_mlx import device, machine
+from openelm_mlx.benchmarks import busy, trainers
+from openelm_mlx.benchmarks.models import Subject
+from openelm_mlx.benchmarks.peers.base import Absent, LeftOut
+from openelm_mlx.benchmarks.protocol import Spread
+from openelm_mlx.benchmarks.results import Result
+from openelm_mlx.benchmarks.runner import ANSWER_TIMEOUT, PAUSE, Worker
+from openelm_mlx.benchmarks.table import aligned, number
+from openelm_mlx.benchmarks.trainers.base import About, Step, Training, Tuner, TuningJob
 from openelm_mlx.errors import OpenELMError
-from openelm_mlx.model import OpenELM
-from openelm_mlx.settings import whole_number
 
-METHODS = ("full", "lora")
-
-LEARNING_RATE = 1e-4
-
-_SCALE = 2.0
-"""Of LoRA's update, as alpha = 16 is for rank 8."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What is trained, and how much of it is timed.
-
-    Raises:
-        OpenELMError: a value is out of its range.
-    """
-
-    method: str = "full"
-    """``full``: all weights; ``lora``: adapters on the four projections of every layer."""
-    batch_size: int = 4
-    """Sequences a step."""
-    seq_length: int = 512
-    """Tokens a sequence that the model reads, each with a next one to predict."""
-    steps: int = 10
-    """Timed steps, after one that compiles and warms up."""
-    rank: int = 8
-    """Of LoRA's adapters."""
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise OpenELMError(f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
-        for name in ("batch_size", "seq_length", "steps", "rank"):
-            whole_number(name, getattr(self, name), 1)
-        if self.seq_length > WINDOW:
-            raise OpenELMError(f"sequences of {self.seq_length} tokens exceed the window of {WINDOW}")
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class TrainReport:
-    """How fast a model trained."""
+class Trained:
+    """How fast one program trained."""
 
-    model: str
-    precision: str
-    backend: str
-    training: Training
-    trained: int
-    """Parameters that are trained."""
-    parameters: int
-    """All parameters of the model, adapters included."""
-    tokens_per_s: Spread
-    """Batch size times sequence length, over the time of a step, update included."""
-    first_loss: float
-    """Mean cross entropy in the warm-up step, in nats."""
-    last_loss: float
-    peak_memory_gb: float
-    """Most memory MLX held from the warm-up step on, weights included; 1e9 bytes."""
+    tuner: Tuner
+    about: About
+    first: Step
+    """The warm-up."""
+    steps: tuple[Step, ...]
+    """Those that count."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Targets over the time of the steps, all of them together."""
+        return sum(s.targets for s in self.steps) / sum(s.seconds for s in self.steps)
+
+    @property
+    def by_step(self) -> Spread:
+        """Targets a second, step by step."""
+        return Spread.of([s.targets / s.seconds for s in self.steps])
+
+    @property
+    def useful(self) -> float:
+        """Part of the rows' positions that are targets."""
+        return sum(s.targets for s in self.steps) / sum(s.rows * s.length for s in self.steps)
+
+    @property
+    def new_shapes(self) -> int:
+        """Steps whose rows had a number and length that the program had not met: a compiled step is traced anew."""
+        shapes = [(s.rows, s.length) for s in (self.first, *self.steps)]
+        return len(set(shapes)) - 1
+
+    @property
+    def peak_memory_gb(self) -> float:
+        """Most memory MLX held, weights included; units of 1e9 bytes."""
+        return self.steps[-1].peak_memory_gb
+
+    @property
+    def process_gb(self) -> float:
+        """Most memory the process held, from its start."""
+        return self.steps[-1].process_gb
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return asdict(self)
+        return {
+            "program": self.tuner.name,
+            "peer": self.tuner.peer,
+            "variant": self.tuner.variant,
+            **asdict(self.about),
+            "tokens_per_s": self.tokens_per_s,
+            "by_step": asdict(self.by_step),
+            "useful": self.useful,
+            "new_shapes": self.new_shapes,
+            "first_loss": self.first.loss,
+            "last_loss": self.steps[-1].loss,
+            "peak_memory_gb": self.peak_memory_gb,
+            "process_gb": self.process_gb,
+            "first": asdict(self.first),
+            "steps": [asdict(step) for step in self.steps],
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """How fast a model trained, with one program or several."""
+
+    subject: Subject
+    backend: str
+    training: Training
+    programs: tuple[Trained, ...]
+    """Ours is the first."""
+    notes: tuple[str, ...]
+
+    def result(self, command: Sequence[str]) -> Result:
+        """As it is kept; `command` is what was typed."""
+        ours, *others = self.programs
+        facts = {
+            "model": self.subject.name,
+            "precision": self.subject.precision,
+            "programs": [program.to_json() for program in self.programs],
+            "ratios": [_ratio(ours, other, self.training) for other in others],
+        }
+        kind = self.training.method + ("" if self.training.ragged is None else "-ragged")
+        return Result(
+            name=f"train-{Path(self.subject.name).name}-{kind}",
+            command=tuple(command),
+            machine=machine.machine(),
+            protocol=asdict(self.training),
+            notes=self.notes,
+            extra={"training": facts},
+        )
 
 
 def measure(
-    subject: Subject, training: Training, *, cpu_weights: str | None = None, dtype: str | None = None
-) -> TrainReport:
-    """Train a model on one random batch and time the steps.
+    subject: Subject,
+    training: Training,
+    compare: Sequence[str] = (),
+    *,
+    progress: Progress = lambda line: None,
+    timeout: float = ANSWER_TIMEOUT,
+) -> Report:
+    """Train a model with random data and time the steps.
+
+    Args:
+        subject: the model.
+        training: what is done.
+        compare: names of :data:`openelm_mlx.benchmarks.trainers.COMPARED`.
+        progress: told what is being done, line by line.
+        timeout: most seconds to wait for a step.
 
     Raises:
-        OpenELMError: the model cannot be loaded, is packed although all weights are to be trained, or the loss is not
-            finite.
+        OpenELMError: a name is not known, or the model cannot be trained here. What others cannot do is a note.
     """
-    model = load_subject(subject, cpu_weights=cpu_weights, dtype=dtype)
-    prepare(model, training)
-    batch = random_batch(model, training)
-    step = training_step(model)
-    mx.reset_peak_memory()
-    losses: list[float] = []
-    seconds: list[float] = []
-    for _ in range(training.steps + 1):
-        start = time.perf_counter()
-        loss = step(batch)
-        seconds.append(time.perf_counter() - start)
-        if not math.isfinite(loss):
-            raise OpenELMError(
-                f"{subject.name}: the loss became {loss} after {len(losses)} steps; train in bfloat16 or float32"
-            )
-        losses.append(loss)
-    tokens = training.batch_size * training.seq_length
-    return TrainReport(
-        model=subject.name,
-        precision=subject.precision,
-        backend=device.backend(),
-        training=training,
-        trained=sum(array.size for _, array in _flat(model.trainable_parameters())),
-        parameters=parameters(model),
-        tokens_per_s=Spread.of([tokens / s for s in seconds[1:]]),
-        first_loss=losses[0],
-        last_loss=losses[-1],
-        peak_memory_gb=mx.get_peak_memory() / 1e9,
-    )
+    backend = device.backend()
+    tuners, absent = trainers.tuners(compare, training, backend)
+    before = busy.usage()
+    config = subject.config().to_dict()
+    turns = [_Turns(TuningJob(t, subject.to_json(), config, backend, training), progress, timeout) for t in tuners]
+    notes = list(absent)
+    for line in absent:
+        progress(line)
+    try:
+        for n in range(training.steps + 1):
+            for one in list(turns):
+                try:
+                    one.take(n)
+                except LeftOut as e:
+                    if one is turns[0]:
+                        raise OpenELMError(f"{subject.name}: {e}") from None
+                    one.close()
+                    turns.remove(one)
+                    notes.append(str(Absent(one.name, str(e))))
+                    progress(notes[-1])
+    finally:
+        for one in turns:
+            one.close()
+    if backend == "cpu":
+        notes.append("on a CPU openelm-mlx trains in float32, whatever precision is stored")
+    notes += [line for line in (busy.busy_since(before),) if line]
+    return Report(subject, backend, training, tuple(one.outcome() for one in turns), tuple(notes))
 
 
-def lines(report: TrainReport) -> list[str]:
+class _Turns:
+    """One program's part."""
+
+    def __init__(self, job: TuningJob, progress: Progress, timeout: float) -> None:
+        self.job, self.progress, self.timeout = job, progress, timeout
+        self.name = job.tuner.name
+        self.worker: Worker | None = None
+        self.about: About | None = None
+        self.steps: list[Step] = []
+
+    def take(self, n: int) -> None:
+        """The next step; the first loads the model."""
+        if self.worker is None:
+            self.progress(f"{self.name}: loading {self.job.subject['name']}")
+            self.worker = Worker(self.job.contender, self.timeout, "train_worker")
+            self.about = About(**self.worker.ask("load", job=self.job.to_json()))
+        time.sleep(PAUSE)
+        step = Step(**self.worker.ask("step"))
+        self.steps.append(step)
+        what = f"step {n} of {self.job.training.steps}" if n else "a step that does not count"
+        speed = f"{number(step.targets / step.seconds)} tokens/s"
+        self.progress(f"{self.name}: {what}: {step.rows} x {step.length}, {speed}, loss {step.loss:.3f}")
+
+    def close(self) -> None:
+        """End the process."""
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+    def outcome(self) -> Trained:
+        """After all turns."""
+        assert self.about is not None
+        return Trained(self.job.tuner, self.about, self.steps[0], tuple(self.steps[1:]))
+
+
+def _ratio(ours: Trained, other: Trained, training: Training) -> dict[str, Any]:
+    """How many times as fast ours is, and how much memory it takes of the other's, as plain values."""
+    ratio: dict[str, Any] = {
+        "program": ours.tuner.name,
+        "to": other.tuner.name,
+        "tokens_per_s": ours.tokens_per_s / other.tokens_per_s,
+        "peak_memory": ours.peak_memory_gb / other.peak_memory_gb,
+        "process_memory": ours.process_gb / other.process_gb,
+    }
+    if training.ragged is None:  # otherwise steps are not alike
+        ratio["by_step"] = asdict(ours.by_step / other.by_step)
+    return ratio
+
+
+_HEADINGS = (
+    "program", "tokens/s", "step by step", "targets", "rows filled", "new shapes", "MLX GB", "process GB", "loss",
+)  # fmt: skip
+
+
+def lines(report: Report) -> list[str]:
     """A summary for people."""
     r, t = report, report.training
-    rate = r.tokens_per_s
-    what = "all weights" if t.method == "full" else f"LoRA of rank {t.rank}"
+    ours, *others = r.programs
+    what = "all weights" if t.method == "full" else f"{'LoRA' if t.method == 'lora' else 'DoRA'} of rank {t.rank}"
+    rows = f"{t.batch_size} x {t.seq_length} tokens"
+    if t.ragged is not None:
+        rows = f"{t.batch_size} rows, sequences of {t.ragged[0]} to {t.ragged[1]} tokens (ours packed into {rows})"
     return [
-        f"{r.model} ({r.precision}), {what}, on {r.backend}: {t.steps} steps of {t.batch_size} x {t.seq_length} tokens",
-        f"  {rate.median:.1f} tokens/s ({rate.least:.1f} to {rate.most:.1f})",
-        f"  trained {r.trained:,} of {r.parameters:,} parameters; peak memory {r.peak_memory_gb:.2f} GB; "
-        f"loss {r.first_loss:.3f} -> {r.last_loss:.3f}",
+        f"{r.subject.name} ({r.subject.precision}), {what}, on {r.backend}: {t.steps} steps of {rows}",
+        f"trained {ours.about.trained:,} of {ours.about.parameters:,} parameters",
+        "",
+        *aligned([_HEADINGS, *(_cells(program, t) for program in r.programs)], left=(0,)),
+        "",
+        "tokens/s are targets (tokens of the data to be predicted, no padding) over the time of all steps but the",
+        "first, update included",
+        *(f"{p.tuner.name}: {p.about.dtype}, {p.about.blas}" for p in r.programs),
+        *(_ratio_line(ours, other, t) for other in others),
+        *(f"note: {note}" for note in r.notes),
     ]
 
 
-def prepare(model: OpenELM, training: Training) -> None:
-    """Put a loaded model into training mode: all weights, or adapters beside frozen ones; in place.
-
-    Raises:
-        OpenELMError: packed weights cannot be trained themselves.
-    """
-    if training.method == "lora":
-        model.freeze()
-        for layer in model.layers:
-            for parent, name in (
-                (layer.attn, "qkv_proj"),
-                (layer.attn, "out_proj"),
-                (layer.ffn, "proj_1"),
-                (layer.ffn, "proj_2"),
-            ):
-                setattr(parent, name, LoRA(parent[name], training.rank))
-    elif any(hasattr(module, "bits") for module in model.modules()):
-        raise OpenELMError(
-            "packed weights cannot be trained: use a model in bf16 or fp32, or the method lora, which leaves them alone"
-        )
-    model.train()
+def _cells(p: Trained, training: Training) -> tuple[str, ...]:
+    spread = p.by_step
+    return (
+        p.tuner.name,
+        number(p.tokens_per_s),
+        f"{number(spread.median)} ({number(spread.least)}-{number(spread.most)})",
+        f"{sum(s.targets for s in p.steps):,}",
+        f"{p.useful:.0%}",
+        "" if training.ragged is None else str(p.new_shapes),
+        f"{p.peak_memory_gb:.2f}",
+        f"{p.process_gb:.2f}",
+        f"{p.first.loss:.3f} -> {p.steps[-1].loss:.3f}",
+    )
 
 
-def random_batch(model: OpenELM, training: Training) -> mx.array:
-    """``(batch_size, seq_length + 1)`` random ids: each but the last predicts the next one."""
-    width = training.seq_length + 1
-    ids = prompt_ids(training.batch_size * width, model.config.vocab_size)
-    batch = mx.array(ids).reshape(training.batch_size, width)
-    mx.eval(batch)
-    return batch
-
-
-def training_step(model: OpenELM) -> Callable[[mx.array], float]:
-    """A function that trains on a batch ``(B, L + 1)`` and returns the loss before the update, once it is made."""
-    optimizer = AdamW(learning_rate=LEARNING_RATE)
-    optimizer.init(
-        model.trainable_parameters()
-    )  # not in the first step, whose state the compiled function would outgrow
-    loss_and_gradients = nn.value_and_grad(model, _loss)
-    state = [model.state, optimizer.state]
-
-    @partial(mx.compile, inputs=state, outputs=state)
-    def compiled(batch: mx.array) -> mx.array:
-        loss, gradients = loss_and_gradients(model, batch)
-        optimizer.update(model, gradients)
-        return loss
-
-    def step(batch: mx.array) -> float:
-        loss = compiled(batch)
-        mx.eval(loss, state)
-        return float(loss)
-
-    return step
-
-
-class LoRA(nn.Module):
-    """A frozen projection and its trained low-rank update (Hu et al. 2021), which begins at zero."""
-
-    def __init__(self, base: nn.Module, rank: int) -> None:
-        super().__init__()
-        self.base = base
-        outputs, inputs = base.weight.shape
-        if hasattr(base, "bits"):  # packed in 32-bit words
-            inputs = inputs * 32 // base.bits
-        self.lora_a = mx.random.uniform(-1, 1, (inputs, rank)) / math.sqrt(inputs)
-        self.lora_b = mx.zeros((rank, outputs))
-
-    def __call__(self, x: mx.array) -> mx.array:
-        update = (x @ self.lora_a.astype(x.dtype)) @ self.lora_b.astype(x.dtype)
-        return self.base(x) + _SCALE * update
-
-
-def _loss(model: OpenELM, batch: mx.array) -> mx.array:
-    logits = model(batch[:, :-1]).astype(mx.float32)
-    return nn.losses.cross_entropy(logits, batch[:, 1:], reduction="mean")
-
-
-def parameters(model: nn.Module) -> int:
-    """Weights of a model, packed ones counted as what they stand for."""
-    count = 0
-    for module in model.modules():
-        for name, array in module.items():
-            if not isinstance(array, mx.array) or name.startswith("_"):
-                continue
-            if not hasattr(module, "bits"):
-                count += array.size
-            elif name == "weight":
-                count += array.size * 32 // module.bits
-    return count
-
-
-def _flat(tree: Any) -> list[tuple[str, mx.array]]:
-    flat: list[tuple[str, mx.array]] = tree_flatten(tree)  # type: ignore[assignment]
-    return flat
+def _ratio_line(ours: Trained, other: Trained, training: Training) -> str:
+    ratio = _ratio(ours, other, training)
+    steps = ""
+    if "by_step" in ratio:
+        s = ratio["by_step"]
+        steps = f" (step by step {s['median']:.2f}, {s['least']:.2f} to {s['most']:.2f})"
+    return (
+        f"{ours.tuner.name} is {ratio['tokens_per_s']:.2f} times as fast as {other.tuner.name}{steps}, with "
+        f"{ratio['peak_memory']:.2f} times the memory ({ratio['process_memory']:.2f} of the process)"
+    )

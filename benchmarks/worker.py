@@ -28,8 +28,17 @@ GRACE = 0.5
 """Seconds that a busy worker has to end by itself once nobody asks any more."""
 
 
+NextLine = Callable[[], "bytes | None"]
+"""Waits for the next command; None at the end of stdin."""
+
+
 def main() -> None:
-    """Take stdin and stdout for the commands and answers alone, then answer until stdin ends."""
+    """Run as a worker."""
+    run(serve)
+
+
+def run(serve: Callable[[NextLine, TextIO], None]) -> None:
+    """Take stdin and stdout for the commands and answers alone, then let `serve` answer until stdin ends."""
     commands, answers = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
     with open(os.devnull) as nothing:  # noqa: PTH123  # a device
         os.dup2(nothing.fileno(), 0)
@@ -40,7 +49,7 @@ def main() -> None:
     serve(lines.get, answers)
 
 
-def serve(next_line: Callable[[], bytes | None], answers: TextIO) -> None:
+def serve(next_line: NextLine, answers: TextIO) -> None:
     """Answer commands until there is None."""
     loaded: Loaded | None = None
     while (line := next_line()) is not None:

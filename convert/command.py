@@ -49,23 +49,10 @@ def convert(
     Reads Hugging Face folders and repositories, and CoreNet's .pt checkpoints. The result loads in `openelm generate`
     and in mlx-lm.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    from openelm_mlx.convert.job import Progress as Listener
+    from openelm_mlx.cli.byte_bar import byte_bar
     from openelm_mlx.convert.job import convert as run
 
-    console = Console(stderr=True, quiet=quiet, soft_wrap=True, highlight=False, emoji=False)
-    columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True)
-    task = bar.add_task("converting", total=None)
-
-    def show(done: int, total: int) -> None:
-        if console.is_interactive:
-            bar.start()  # not before: it would hide the bars of a download
-        bar.update(task, completed=done, total=total)
-
-    try:
+    with byte_bar("converting", quiet=quiet) as progress:
         result = run(
             source,
             out,
@@ -77,11 +64,8 @@ def convert(
             keep_padding_rows=keep_padding_rows,
             verify_logits=verify,
             force=force,
-            progress=Listener(lambda line: console.print(line, markup=False), show, quiet),
+            progress=progress,
         )
-    finally:
-        if bar.live.is_started:
-            bar.stop()
     if not quiet:
         print(_summary(result))
     if result.verification:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from threading import Event
 from typing import Any
 
 from openelm_mlx import hub
-from openelm_mlx.atomic import OutputError, check_output, new_folder
+from openelm_mlx.atomic import check_output, new_folder
 from openelm_mlx.checkpoint import PROVENANCE, generation_eos
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.convert.choices import DEFAULT_GROUP_SIZE, DEFAULT_PRECISION, check_precision
@@ -23,9 +22,11 @@ from openelm_mlx.convert.sources import Source, open_source
 from openelm_mlx.convert.tokenizers import Found, find_tokenizer
 from openelm_mlx.convert.verify import Verification, require_memory_to_verify, verify
 from openelm_mlx.dtypes import dtype_name
-from openelm_mlx.errors import CheckpointError, ConfigError
-from openelm_mlx.files import expand, read_json
+from openelm_mlx.errors import CheckpointError
+from openelm_mlx.files import expand
 from openelm_mlx.layer_paths import grouped
+from openelm_mlx.outputs import is_our_model, require_apart, require_room
+from openelm_mlx.progress import SILENT, Progress
 from openelm_mlx.version import __version__
 from openelm_mlx.writer import TensorSpec, write_json, write_weights
 
@@ -33,18 +34,6 @@ MAX_PADDING_ROWS = 128
 """Surplus embedding rows taken for CoreNet's padding; its vocabulary was padded to a multiple of 128 (32,128)."""
 
 _ROWS = ("transformer.token_embeddings.weight", "lm_head.weight")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a conversion tells what it does; by default nowhere but for the bars of downloads."""
-
-    say: Callable[[str], None] = lambda line: None
-    """Called with each line for the person."""
-    bytes_read: Callable[[int, int], None] = lambda done, total: None
-    """Called with the source bytes converted so far, and all of them."""
-    quiet: bool = False
-    """No bars of downloads on stderr either."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,7 @@ def convert(
     keep_padding_rows: bool = False,
     verify_logits: bool = False,
     force: bool = False,
-    progress: Progress = Progress(),
+    progress: Progress = SILENT,
 ) -> Result:
     """Convert a PyTorch checkpoint of OpenELM to an MLX folder that this package and mlx-lm load.
 
@@ -92,9 +81,9 @@ def convert(
     """
     out = expand(out)
     check_precision(precision, group_size)
-    check_output(out, force=force, ours=is_ours)  # now, not after the download of a source
+    check_output(out, force=force, ours=is_our_model)  # now, not after the download of a source
     place = hub.resolve(source, revision=revision, quiet=progress.quiet)
-    _require_apart(place, out)
+    require_apart(place, out)
     opened = open_source(place, expand(config) if config else None)
     before = _stamps(opened)
     if opened.kind == "huggingface":
@@ -109,8 +98,8 @@ def convert(
     for layers in grouped(plan.kept):
         progress.say(f"kept in full precision: {layers} (width is no multiple of group size {group_size})")
     written = list(specs(shapes, plan))
-    _require_room(out, written)
-    with new_folder(out, force=force, ours=is_ours) as folder:
+    require_room(out, written)
+    with new_folder(out, force=force, ours=is_our_model) as folder:
         hashes = _write(folder, opened, shapes, plan, written, progress)
         if _stamps(opened) != before:
             raise CheckpointError(f"{place}: changed while it was being converted; convert it again")
@@ -130,14 +119,6 @@ def convert(
         progress.say("comparing the result with its source")
     checked = verify(opened, out, found.tokenizer if found else None) if verify_logits else None
     return Result(out, target, plan, nbytes, checked)
-
-
-def is_ours(folder: Path) -> bool:
-    """Whether a conversion wrote this folder, so that another may replace it."""
-    try:
-        return PROVENANCE in read_json(folder / "config.json", ConfigError)
-    except ConfigError:
-        return False
 
 
 def _write(
@@ -220,18 +201,3 @@ def _write_tokenizer(folder: Path, source: Source, found: Found | None) -> None:
     generation = source.folder / "generation_config.json"
     if source.kind == "huggingface" and generation.is_file():
         shutil.copyfile(generation, folder / generation.name)
-
-
-def _require_apart(source: Path, out: Path) -> None:
-    """Refuse an output folder that is, or holds, the source: replacing it would delete what is being read."""
-    place = Path(os.path.realpath(source))
-    if Path(os.path.realpath(out)) in (place, *place.parents) and out.exists():
-        raise OutputError(f"{out}: holds the source itself, which replacing it would delete; name another folder")
-
-
-def _require_room(out: Path, written: Iterable[TensorSpec]) -> None:
-    """Say that the disk is too small before an hour of work, not after it."""
-    needed = sum(s.nbytes for s in written)
-    place = next(p for p in (out, *out.absolute().parents) if p.exists())
-    if (free := shutil.disk_usage(place).free) < needed:
-        raise OutputError(f"{out}: needs {needed / 1e6:,.1f} MB, and the disk has {free / 1e6:,.1f} MB free")

@@ -12,6 +12,9 @@ from openelm_mlx.cli import VERBS, app
 
 PAGE = Path(__file__).parent / "cli.md"
 
+Row = tuple[str, str, str]
+"""What is typed, what it is for, and its default."""
+
 
 def page() -> str:
     """The whole page."""
@@ -37,22 +40,31 @@ def _section(name: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
     usage = " ".join(["openelm", name, *(p.name.upper() for p in arguments), "[OPTIONS]"])
-    rows = [(f"`{p.name.upper()}`", p.help, "") for p in arguments] + [_row(p) for p in options]
-    table = ["| | | default |", "| --- | --- | --- |", *(f"| {a} | {b} | {c} |" for a, b, c in rows)]
     also = [f"It has verbs of its own: {', '.join(n for n, _ in _verbs(command))}."] if _verbs(command) else []
     parts = [f"{'#' * (name.count(' ') + 2)} `openelm {name}`", f"    {usage}", _paragraphs(command.help), *also]
-    return "\n\n".join([*parts, "\n".join(table)])
+    panels: dict[str | None, list[Row]] = {None: [(f"`{p.name.upper()}`", p.help, "") for p in arguments]}
+    for option in options:
+        panels.setdefault(getattr(option, "rich_help_panel", None), []).append(_row(option))
+    return "\n\n".join([*parts, *(_table(title, rows) for title, rows in panels.items() if rows)])
 
 
-def _row(option: Any) -> tuple[str, str, str]:
-    names = ", ".join(f"`{n}`" for n in sorted(option.opts, key=len, reverse=True))
+def _table(title: str | None, rows: list[Row]) -> str:
+    head = [f"{title}:", ""] if title else []
+    return "\n".join([*head, "| | | default |", "| --- | --- | --- |", *(f"| {a} | {b} | {c} |" for a, b, c in rows)])
+
+
+def _row(option: Any) -> Row:
+    names = ", ".join(f"`{n}`" for n in [*sorted(option.opts, key=len, reverse=True), *option.secondary_opts])
     if option.required:
         default = "required"
+    elif isinstance(option.show_default, str):  # what stands for an option that was not given
+        default = f"`{option.show_default}`"
     elif option.is_flag or option.default in (None, (), []):
         default = ""
     else:
         default = f"`{option.default}`"
-    return names, option.help, default
+    choices = option.metavar if option.metavar and option.metavar.islower() and "|" in option.metavar else ""
+    return names, " ".join([option.help, *([f"({choices.replace('|', ', ')})"] if choices else [])]), default
 
 
 def _paragraphs(text: str) -> str:

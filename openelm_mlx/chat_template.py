@@ -163,6 +163,7 @@ class Shield:
         self._ids = {token.content: token for token in ordered}
         singles = [token.content for token in ordered if len(token.content) == 1]
         marks = _unused_characters(1 + len(singles), [*used, *self._ids])
+        self._marks = marks
         self.mark = marks[0]
         """The breaking character."""
         # A token of one character cannot be broken: a character of its own stands for it.
@@ -175,6 +176,10 @@ class Shield:
         self._ends_open = re.compile(rf"(?:{'|'.join(dict.fromkeys(edges)) or '(?!)'})\Z")
         edges = [re.escape(content[n:]) for content in self._ids for n in range(1, len(content))]
         self._begins_open = re.compile("|".join(dict.fromkeys(edges)) or "(?!)")
+
+    def fits(self, used: Iterable[str]) -> bool:
+        """Whether none of its breaking characters occurs in these texts."""
+        return not any(mark in text for text in used for mark in self._marks)
 
     def protect(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with no special token whole in any of their strings."""

@@ -36,3 +36,8 @@ def parse_dtype(dtype: str | mx.Dtype) -> mx.Dtype:
 def dtype_name(dtype: mx.Dtype) -> str:
     """``float32`` and so on, as Hugging Face writes it."""
     return str(dtype).removeprefix("mlx.core.")
+
+
+def precision_name(dtype: mx.Dtype) -> str:
+    """A floating dtype as precisions are named: ``bf16``, ``fp16`` or ``fp32``."""
+    return next(name for name, known in BY_NAME.items() if known == dtype)  # the short one comes first

@@ -18,7 +18,7 @@ from openelm_mlx import device, files
 from openelm_mlx.checkpoint import PROVENANCE, check_names, generation_eos, open_weights
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.cpu import halves, layers, unpacking
-from openelm_mlx.dtypes import parse_dtype
+from openelm_mlx.dtypes import parse_dtype, precision_name
 from openelm_mlx.errors import CheckpointError, ConfigError, OpenELMError
 from openelm_mlx.model import OpenELM
 from openelm_mlx.quantize import apply_config
@@ -43,6 +43,7 @@ class TooLargeError(OpenELMError):
 def load(
     name_or_path: str | Path,
     *,
+    adapter: str | Path | None = None,
     dtype: str | mx.Dtype | None = None,
     revision: str | None = None,
     cpu_weights: str | None = None,
@@ -53,6 +54,8 @@ def load(
 
     Args:
         name_or_path: a folder, or a Hub name such as ``mlx-community/OpenELM-270M-Instruct``.
+        adapter: folder of a LoRA or DoRA adapter, such as one that ``openelm finetune`` made, to run the model with. It
+            need not have been trained on weights of the same precision.
         dtype: what to compute in: ``bfloat16``, ``float16`` or ``float32``. By default what is stored, except that an
             unconverted checkpoint is cast to bfloat16, and that a CPU computes in float32.
         revision: branch, tag or commit of a Hub repository.
@@ -64,20 +67,29 @@ def load(
         The model and its tokenizer; None instead of the tokenizer when the folder has none.
 
     Raises:
-        OpenELMError: the folder, its config, weights or tokenizer cannot be used; the message says which and why.
+        OpenELMError: the folder, its config, weights, tokenizer or the adapter cannot be used; the message says which
+            and why.
     """
     from openelm_mlx import hub
     from openelm_mlx.tokenizer import Tokenizer
 
+    if adapter is not None:
+        check_adapter(adapter)  # before a download
     folder = hub.resolve(name_or_path, revision=revision)
-    weights = start_loading(folder, dtype=dtype, cpu_weights=cpu_weights)
+    weights = start_loading(folder, adapter=adapter, dtype=dtype, cpu_weights=cpu_weights)
     tokenizer = Tokenizer.from_folder(folder)  # takes a while, in which the weights are read
     return weights.finished(), tokenizer
 
 
-def load_model(folder: Path, *, dtype: str | mx.Dtype | None = None, cpu_weights: str | None = None) -> OpenELM:
+def load_model(
+    folder: Path,
+    *,
+    adapter: str | Path | None = None,
+    dtype: str | mx.Dtype | None = None,
+    cpu_weights: str | None = None,
+) -> OpenELM:
     """Load the model of a local folder; see :func:`load`."""
-    return start_loading(folder, dtype=dtype, cpu_weights=cpu_weights).finished()
+    return start_loading(folder, adapter=adapter, dtype=dtype, cpu_weights=cpu_weights).finished()
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,8 @@ class Loading:
 
     folder: Path
     _model: OpenELM
+    notes: tuple[str, ...] = ()
+    """Lines for the person about what was loaded; nothing is wrong."""
 
     def finished(self) -> OpenELM:
         """Wait for the last of the weights.
@@ -98,7 +112,13 @@ class Loading:
         return self._model
 
 
-def start_loading(folder: Path, *, dtype: str | mx.Dtype | None = None, cpu_weights: str | None = None) -> Loading:
+def start_loading(
+    folder: Path,
+    *,
+    adapter: str | Path | None = None,
+    dtype: str | mx.Dtype | None = None,
+    cpu_weights: str | None = None,
+) -> Loading:
     """Check a local folder and begin to read its weights; see :func:`load`."""
     values = read_model_config(folder)
     config = _with_generation_eos(config_of(values, folder / "config.json"), folder)
@@ -108,8 +128,29 @@ def start_loading(folder: Path, *, dtype: str | mx.Dtype | None = None, cpu_weig
     with _as_checkpoint_errors(folder):
         model.load_weights(list(_arrays(tensors, target).items()))
         make_ready(model, target, cpu_weights=cpu_weights, keep_bfloat16=dtype is None)
+        note = _adapted(model, files.expand(adapter), precision_of(values, tensors)) if adapter is not None else None
         _read_ahead(model)
-    return Loading(folder, model)
+    return Loading(folder, model, (note,) if note else ())
+
+
+def check_adapter(folder: str | Path) -> None:
+    """Refuse a folder that is no adapter; what is in its files is not looked at.
+
+    Raises:
+        AdapterError: it is something else.
+    """
+    from openelm_mlx.adapters import check_folder
+
+    check_folder(files.expand(folder))
+
+
+def _adapted(model: OpenELM, folder: Path, precision: str) -> str | None:
+    """Put the adapter of a folder into a model of this precision; what to say about that."""
+    from openelm_mlx import adapters
+
+    adapter = adapters.read_adapter(folder)
+    adapters.attach_adapter(model, adapter, folder)
+    return adapters.precision_note(adapter, precision)
 
 
 @contextmanager
@@ -244,8 +285,14 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
                 layer[name] = value.astype(dtype)
 
 
-def memory_needed(folder: Path, dtype: str | mx.Dtype | None = None, cpu_weights: str | None = None) -> int:
-    """Least bytes a model folder's weights take when loaded so (as :func:`load` means it), and a full cache.
+def memory_needed(
+    folder: Path,
+    dtype: str | mx.Dtype | None = None,
+    cpu_weights: str | None = None,
+    adapter: str | Path | None = None,
+) -> int:
+    """Least bytes a model folder's weights and an adapter take when loaded so (as :func:`load` means it), and a full
+    cache.
 
     Packed layers count as packed unless `cpu_weights` is ``float32``: by default a CPU unpacks them only where there
     is room.
@@ -264,6 +311,10 @@ def memory_needed(folder: Path, dtype: str | mx.Dtype | None = None, cpu_weights
     weights = sum(t.nbytes if name in as_stored else t.size * item for name, t in tensors.items())
     if cpu_weights == "float32" and device.backend() == "cpu" and values.get("quantization"):
         weights += unpacking.float32_bytes(build(config, values["quantization"], tensors, folder))
+    if adapter is not None:
+        from openelm_mlx.adapters.files import bytes_needed
+
+        weights += bytes_needed(files.expand(adapter))
     return weights + kv_bytes_per_token(config, item) * config.max_context_length
 
 
@@ -272,13 +323,18 @@ def kv_bytes_per_token(config: OpenELMConfig, item_bytes: int) -> int:
     return 2 * sum(config.num_kv_heads) * config.head_dim * item_bytes
 
 
-def require_memory(folder: Path, dtype: str | mx.Dtype | None = None, cpu_weights: str | None = None) -> None:
+def require_memory(
+    folder: Path,
+    dtype: str | mx.Dtype | None = None,
+    cpu_weights: str | None = None,
+    adapter: str | Path | None = None,
+) -> None:
     """Refuse a model that will not fit, before loading it so, with both figures.
 
     Raises:
         TooLargeError: it does not fit.
     """
-    memory, needed = device.memory(), memory_needed(folder, dtype, cpu_weights)
+    memory, needed = device.memory(), memory_needed(folder, dtype, cpu_weights, adapter)
     if memory and needed > memory.available:
         raise TooLargeError(
             f"{folder}: needs {needed / 1e9:.2f} GB to run, and there are {memory.available / 1e9:.2f} GB "
@@ -289,7 +345,7 @@ def require_memory(folder: Path, dtype: str | mx.Dtype | None = None, cpu_weight
 def _compute_dtype(values: dict[str, Any], tensors: dict[str, RawTensor], wanted: str | mx.Dtype | None) -> mx.Dtype:
     """The dtype that :func:`load` computes in, for a folder's config.json and tensors."""
     converted = PROVENANCE in values or "quantization" in values
-    return target_dtype(_stored_dtype(tensors) if converted else mx.bfloat16, wanted)
+    return target_dtype(stored_dtype(tensors) if converted else mx.bfloat16, wanted)
 
 
 def target_dtype(stored: mx.Dtype, wanted: str | mx.Dtype | None) -> mx.Dtype:
@@ -297,7 +353,20 @@ def target_dtype(stored: mx.Dtype, wanted: str | mx.Dtype | None) -> mx.Dtype:
     return device.compute_dtype(stored) if wanted is None else parse_dtype(wanted)
 
 
-def _stored_dtype(tensors: dict[str, RawTensor]) -> mx.Dtype:
+def precision_of(values: dict[str, Any], tensors: dict[str, RawTensor]) -> str:
+    """What a folder's weights are stored in, in a word: ``bf16``, ``fp16``, ``fp32``, ``4bit``, ``8bit``, ..."""
+    if values.get("quantization"):
+        return f"{values['quantization'].get('bits')}bit"
+    return precision_name(stored_dtype(tensors))
+
+
+def stored_precision(folder: Path) -> str:
+    """What a local model folder's weights are stored in; see :func:`precision_of`."""
+    return precision_of(read_model_config(folder), open_weights(folder))
+
+
+def stored_dtype(tensors: dict[str, RawTensor]) -> mx.Dtype:
+    """The dtype that the largest of the floating tensors is stored in."""
     floats = [t for t in tensors.values() if t.dtype in _FLOATS]
     return _FLOATS[max(floats, key=lambda t: t.nbytes).dtype] if floats else mx.bfloat16
 

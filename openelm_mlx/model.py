@@ -32,6 +32,23 @@ def scale_heads(x: mx.array, is_query: mx.array, q_weight: mx.array, k_weight: m
     return x * mx.where(is_query, q_weight, k_weight)
 
 
+@mx.compile
+def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """RoPE, half-split, of ``(B, any, L, head_dim)`` heads by angles ``(B, 1, L, head_dim / 2)``."""
+    a, b = mx.split(x, 2, axis=-1)
+    return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+def rope_angles(positions: mx.array, head_dim: int, base: float) -> tuple[mx.array, mx.array]:
+    """RoPE's cosines and sines at any positions, float32 with an axis of ``head_dim / 2`` more.
+
+    As CoreNet's RotaryEmbedding makes them.
+    """
+    frequencies = 1.0 / base ** (mx.arange(0, head_dim, 2).astype(mx.float32) / head_dim)
+    angle = positions.astype(mx.float32)[..., None] * frequencies
+    return mx.cos(angle), mx.sin(angle)
+
+
 def add_projection(residual: mx.array, projection: nn.Module, x: mx.array) -> mx.array:
     """``residual + projection(x)``; in one kernel where the projection is a plain matrix."""
     if type(projection) is nn.Linear and "bias" not in projection:
@@ -78,11 +95,13 @@ class Attention(nn.Module):
         """RMSNorm (where the model has it), then RoPE, of ``(B, H + H_kv, L, head_dim)`` queries and keys.
 
         RoPE is half-split, as in CoreNet's RotaryEmbedding, for positions from `offset` on, which may be one a row
-        (batch caches).
+        (batch caches), or the position of every token, ``(B, L)`` (packed rows).
         """
         if self.normalize_qk:
             normalized = mx.fast.rms_norm(qk, None, self.norm_eps)
             qk = scale_heads(normalized, self._is_query, self.q_norm.weight, self.k_norm.weight)
+        if isinstance(offset, mx.array) and offset.ndim == 2:
+            return rotate(qk, *rope_angles(offset[:, None], self.head_dim, self.rope_base))
         return mx.fast.rope(qk, self.head_dim, traditional=False, base=self.rope_base, scale=1.0, offset=offset)
 
     def attend(self, q: mx.array, k: Any, v: Any, mask: Mask, cache: Any) -> mx.array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,16 +11,19 @@ from typing import Any
 from openelm_mlx.errors import OpenELMError
 
 
+def possible() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def require() -> None:
     """Refuse a plot that could not be drawn, before the work for it is done.
 
     Raises:
         OpenELMError: matplotlib is not installed.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise OpenELMError("--plot needs matplotlib: pip install 'openelm-mlx[plots]'") from None
+    if not possible():
+        raise OpenELMError("--plot needs matplotlib: pip install 'openelm-mlx[plots]'")
 
 
 @contextmanager

@@ -13,14 +13,16 @@ import json
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from openelm_mlx.chat_replies import Exchange, exchanges, turn_end
 from openelm_mlx.chat_template import Shield, SpecialToken, all_strings, checked_messages, render
 from openelm_mlx.detokenizer import Detokenizer, parse_decoder
 from openelm_mlx.errors import TokenizerError
 from openelm_mlx.tokenizer_files import (
     TokenizerSource,
     continuing_json,
+    joining_json,
     read_file,
     read_folder,
     text_tokenizer,
@@ -29,6 +31,9 @@ from openelm_mlx.tokenizer_files import (
 
 _LARGEST_ID = 1 << 24
 """Ids index a table; a damaged file must not make it fill the memory."""
+
+_Before = Literal["nothing", "control", "text"]
+"""What a text comes after, which decides whether it gets a dummy prefix (a space at its beginning)."""
 
 
 class Tokenizer:
@@ -51,6 +56,7 @@ class Tokenizer:
             raise TokenizerError(f"{source.name}: has the id {max(self._ids.values())}, which no vocabulary reaches")
         self._added: list[dict[str, Any]] = self._parsed.get("added_tokens") or []
         self._specials = self._special_tokens()
+        self._shield = Shield(self._specials, ())
         self.bos_token_id: int | None = self._id_of(source.bos)
         """The id put before a text, None when there is none."""
         self.eos_token_id: int | None = self._id_of(source.eos)
@@ -89,6 +95,11 @@ class Tokenizer:
         """The jinja template that makes a prompt of messages."""
         return self._source.chat_template
 
+    @property
+    def eos_token(self) -> str | None:
+        """How the tokenizer's own end-of-text token is written."""
+        return self._known(self._source.eos)
+
     def with_chat_template(self, template: str | None) -> Tokenizer:
         """The same tokenizer with another chat template, or with none."""
         # A list of named templates in the configuration would hide the new one when saved.
@@ -108,12 +119,20 @@ class Tokenizer:
         Raises:
             TokenizerError: BOS is asked for and the tokenizer has none.
         """
-        ids = self._encode_text(text, at_start=True)
+        ids = self._encode_text(text, "nothing")
         if self.adds_bos if add_bos is None else add_bos:
             if self.bos_token_id is None:
                 raise TokenizerError(f"{self._source.name}: this tokenizer has no BOS token to add")
             ids.insert(0, self.bos_token_id)
         return ids
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """The ids of a text that goes on where another one ended: no BOS, and no space that is not in it.
+
+        A space that parts the two belongs to whichever has it. The ids of both together need not be those of the joined
+        text, where a token may reach over the seam; they are what a model is given and then has to say.
+        """
+        return self._encode_text(text, "text")
 
     def render_chat(self, messages: Iterable[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The text the chat template makes of the messages (each with ``role`` and ``content``).
@@ -133,17 +152,33 @@ class Tokenizer:
             TokenizerError: there is no template, it fails, or a message is malformed (the message says which).
         """
         template, checked = self._template(), checked_messages(messages)
-        shield = Shield(self._specials, [template, *all_strings(checked)])
+        shield = self._shield_for([template, *all_strings(checked)])
         rendered = self._render(template, shield.protect(checked), add_generation_prompt)
-        ids: list[int] = []
-        for number, part in enumerate(shield.split(rendered)):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                ids += self._encode_text(part, at_start=number == 0)
-        if self.adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
-            ids.insert(0, self.bos_token_id)
-        return ids
+        return self._begun(self._encode_parts(shield.split(rendered), "nothing"))
+
+    def encode_replies(self, messages: Iterable[Mapping[str, Any]]) -> list[tuple[list[int], list[int]]]:
+        """The ids of a chat up to its last reply: for each reply in turn what comes before it, and what is said.
+
+        What is said is the reply with the token that ends its turn; the rest of what the template puts after it comes
+        before the next one. Ids begin anew where a reply does, so what comes before the first one is exactly
+        :meth:`encode_chat` of the messages before it, with the prompt to reply.
+
+        Raises:
+            TokenizerError: as for :meth:`encode_chat`, or the template does not write a reply after what it writes
+                without it, so that where it begins cannot be told.
+        """
+        template, checked = self._template(), checked_messages(messages)
+        shield = self._shield_for([template, *all_strings(checked)])
+        protected = shield.protect(checked)
+        pairs: list[tuple[list[int], list[int]]] = []
+        before: list[int] = []
+        for exchange in exchanges(protected, lambda part, prompt: self._render(template, part, prompt)):
+            if not pairs:
+                before = self._begun(self._encode_parts(shield.split(exchange.prompt), "nothing"))
+            said, rest = self._said(shield, exchange, "control" if self._ends_in_control(before) else "text")
+            pairs.append((before, said))
+            before = rest
+        return pairs
 
     # Ids to text
 
@@ -181,9 +216,49 @@ class Tokenizer:
 
     # Inside
 
-    def _encode_text(self, text: str, *, at_start: bool) -> list[int]:
+    def _shield_for(self, used: list[str]) -> Shield:
+        """The last shield if it does for these texts: making one takes longer than a short chat does."""
+        shield = self._shield
+        if not shield.fits(used):
+            shield = self._shield = Shield(self._specials, used)
+        return shield
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """The ids with BOS first, where this tokenizer adds one and the template did not."""
+        if self.adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            ids.insert(0, self.bos_token_id)
+        return ids
+
+    def _said(self, shield: Shield, exchange: Exchange, before: _Before) -> tuple[list[int], list[int]]:
+        """The ids of a reply with the end of its turn, and of what follows up to the next reply."""
+        parts = shield.split(exchange.reply + exchange.following)
+        end = turn_end(shield.split(exchange.reply), self.eos_token_ids)
+        if end is not None:
+            return self._encode_parts(parts[: end + 1], before), self._encode_parts(parts[end + 1 :], "control")
+        # Nothing but white space ends the turn, and that is the template's.
+        bare = self._encode_parts(shield.split(exchange.reply.rstrip()), before)
+        if not exchange.following:
+            return bare, []
+        ids = self._encode_parts(parts, before)
+        count = next((n for n, (a, b) in enumerate(zip(bare, ids, strict=False)) if a != b), len(bare))
+        return ids[:count], ids[count:]
+
+    def _ends_in_control(self, ids: list[int]) -> bool:
+        return not self._control_ids.isdisjoint(ids[-1:])
+
+    def _encode_parts(self, parts: Iterable[str | int], before: _Before) -> list[int]:
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+                before = "control"
+            else:
+                ids += self._encode_text(part, before)
+        return ids
+
+    def _encode_text(self, text: str, before: _Before) -> list[int]:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text
-        ids: list[int] = self._plain_ids(text, at_start)
+        ids: list[int] = self._plain_ids(text, before)
         if self._control_ids.isdisjoint(ids):
             return ids
         # A vocabulary that reaches a control token by way of ordinary text (some Unigram models): take it in halves.
@@ -192,21 +267,28 @@ class Tokenizer:
         ids = [
             token
             for n, half in enumerate(halves)
-            for token in self._plain_ids(shield.mended(half), at_start and n == 0)
+            for token in self._plain_ids(shield.mended(half), "text" if n else before)
         ]
         if self._control_ids.isdisjoint(ids):
             return ids
         raise TokenizerError(f"{self._source.name}: this vocabulary turns the text {text[:40]!r} into control tokens")
 
-    def _plain_ids(self, text: str, at_start: bool) -> list[int]:
-        encoder = self._encoder if at_start else self._continuing
+    def _plain_ids(self, text: str, before: _Before) -> list[int]:
+        encoder = self._encoder if before == "nothing" else self._continuing if before == "control" else self._joining
         return list(encoder.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def _continuing(self) -> Any:
         """The encoder of text that follows a control token."""
-        edited = continuing_json(self._parsed)
-        return self._encoder if edited is None else text_tokenizer(json.dumps(edited), self._source.name)
+        return self._edited(continuing_json(self._parsed))
+
+    @cached_property
+    def _joining(self) -> Any:
+        """The encoder of text that follows other text."""
+        return self._edited(joining_json(self._parsed))
+
+    def _edited(self, parsed: dict[str, Any] | None) -> Any:
+        return self._encoder if parsed is None else text_tokenizer(json.dumps(parsed), self._source.name)
 
     @cached_property
     def _control_ids(self) -> frozenset[int]:

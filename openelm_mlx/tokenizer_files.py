@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,18 +224,50 @@ def continuing_json(parsed: dict[str, Any]) -> dict[str, Any] | None:
 
     It differs where the dummy prefix is put before the first piece of a text alone (Metaspace, ``first``).
     """
-    changed = False
+
+    def change(node: dict[str, Any]) -> dict[str, Any]:
+        first = node.get("type") == "Metaspace" and node.get("prepend_scheme") == "first"
+        return {**node, "prepend_scheme": "never"} if first else node
+
+    return _edited(parsed, change)
+
+
+def joining_json(parsed: dict[str, Any]) -> dict[str, Any] | None:
+    """The tokenizer.json for text that goes on where other text ended, or None when it is the same one.
+
+    It has no dummy prefix (normalizer Prepend, Metaspace, ByteLevel with ``add_prefix_space``), nor what
+    `openelm_mlx.sentencepiece_json` writes in place of one.
+    """
+
+    def change(node: dict[str, Any]) -> dict[str, Any] | None:
+        kind, pattern = node.get("type"), node.get("pattern")
+        regex = str(pattern.get("Regex", "")) if isinstance(pattern, dict) else ""
+        if kind == "Prepend" or (kind == "Replace" and regex.startswith(r"\A") and node.get("content") == "▁"):
+            return None
+        if kind == "Replace" and regex == r"\A +| +\z":
+            return {**node, "pattern": {"Regex": r" +\z"}}
+        if kind == "Metaspace":
+            return {**node, "prepend_scheme": "never", "add_prefix_space": False}
+        if kind == "ByteLevel":
+            return {**node, "add_prefix_space": False}
+        return node
+
+    return _edited(parsed, change)
+
+
+def _edited(parsed: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The tokenizer.json with each step of its normalizer and pre-tokenizer changed, or left out for None.
+
+    None when nothing changes.
+    """
 
     def edited(node: Any) -> Any:
-        nonlocal changed
         if isinstance(node, list):
-            return [edited(item) for item in node]
+            return [item for item in map(edited, node) if item is not None]
         if not isinstance(node, dict):
             return node
-        if node.get("type") == "Metaspace" and node.get("prepend_scheme") == "first":
-            changed = True
-            return {**node, "prepend_scheme": "never"}
-        return {key: edited(value) for key, value in node.items()}
+        changed = change(node)
+        return None if changed is None else {key: edited(value) for key, value in changed.items()}
 
-    pre_tokenizer = edited(parsed.get("pre_tokenizer"))
-    return {**parsed, "pre_tokenizer": pre_tokenizer} if changed else None
+    steps = {key: edited(parsed.get(key)) for key in ("normalizer", "pre_tokenizer")}
+    return None if all(value == parsed.get(key) for key, value in steps.items()) else {**parsed, **steps}

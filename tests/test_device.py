@@ -239,3 +239,44 @@ def test_a_missing_backend_is_explained(error: ImportError, expected: bool) -> N
     if line:
         assert "openelm-mlx[cpu]" in line
         assert str(error) in line
+
+
+FAULTS = """
+import resource
+import sys
+import openelm_mlx
+import mlx.core as mx
+from openelm_mlx import device
+
+if sys.argv[1] == "settled":
+    device.settle_for_training()
+
+def work():
+    mx.eval(mx.ones(1 << 23) + 1)  # 32 MB, 8,192 pages
+
+for _ in range(3):
+    work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@LINUX
+@pytest.mark.skipif(device.backend() != "cpu", reason="about MLX's memory on a CPU")
+def test_memory_of_a_settled_process_is_not_asked_for_again() -> None:
+    def faults(how: str) -> int:
+        done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    assert faults("settled") < 1000 < 10_000 < faults("not")
+
+
+def test_a_gpus_cache_is_limited_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(device, "backend", lambda: "metal")
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 16 * GIB})
+    monkeypatch.setattr(mx, "set_cache_limit", limits.append)
+    device.settle_for_training()
+    assert limits == [2 * GIB]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from openelm_mlx.finetune.recipes import names
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -22,3 +24,31 @@ def test_links_between_pages_lead_somewhere() -> None:
     targets = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text())]
     assert targets
     assert [f"{page.name}: {link}" for page, link in targets if not (page.parent / link).exists()] == []
+
+
+def test_the_flags_and_recipes_on_the_fine_tuning_page_exist() -> None:
+    page = (ROOT / "docs" / "finetune.md").read_text()
+    rows = "\n".join(line for line in (ROOT / "docs" / "cli.md").read_text().splitlines() if line.startswith("| `-"))
+    known = set(re.findall(r"`(--[a-z0-9-]+)`", rows))
+    named = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]*)", page)) - {"--logdir"}  # which is TensorBoard's
+    assert len(named) > 20
+    assert named - known == set()
+    recipes = re.findall(r"--recipe ([a-z]+-[a-z]+)|^\| `([a-z]+-[a-z]+)` \|", page, re.MULTILINE)
+    assert {a or b for a, b in recipes} == set(names())
+
+
+def test_the_sections_that_pages_point_to_exist() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    missing = []
+    for page in pages:
+        for link, section in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text()):
+            target = page.parent / link if link else page
+            if section not in _sections(target.read_text()):
+                missing.append(f"{page.name}: {link}#{section}")
+    assert missing == []
+
+
+def _sections(page: str) -> set[str]:
+    """As GitHub names a page's headings in addresses."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

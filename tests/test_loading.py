@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import load_file, save_file
 
 from openelm_mlx import device
+from openelm_mlx.adapters import AdapterError, attach_adapter, read_adapter
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.convert.job import convert
 from openelm_mlx.cpu import halves, unpacking
@@ -30,8 +31,10 @@ from openelm_mlx.loading import (
     memory_needed,
     require_memory,
     start_loading,
+    stored_precision,
 )
 from openelm_mlx.model import OpenELM
+from tests.adapters.made import logits, saved, trained_adapter
 from tests.support import sources
 from tests.support.models import converted_folder, golden_config, golden_model, greedy_reference, hf_folder
 from tests.support.tokenizers_made import byte_level_folder
@@ -576,3 +579,74 @@ def test_end_of_sequence_ids_are_those_of_both_configs(source: Path) -> None:
     (source / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(OpenELMError, match="eos_token_id"):
         load_model(source)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter for the folders' model, trained on bf16."""
+    adapter = trained_adapter(golden_model("tiny-tied"), method="dora", precision="bf16")
+    return saved(tmp_path_factory.mktemp("runs") / "run1", adapter)
+
+
+class TestAdapters:
+    @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "4bit"])
+    def test_the_model_runs_with_it(
+        self, folders: dict[str, Path], kept: Path, precision: str, dtype: str | None
+    ) -> None:
+        plain, expected = load_model(folders[precision], dtype=dtype), load_model(folders[precision], dtype=dtype)
+        attach_adapter(expected, read_adapter(kept), kept)
+        for model in (
+            load(folders[precision], adapter=str(kept), dtype=dtype)[0],
+            load_model(folders[precision], adapter=kept, dtype=dtype),
+        ):
+            assert not model.training
+            assert np.array_equal(logits(model), logits(expected))
+            assert np.abs(logits(model) - logits(plain)).max() > 0.1
+        assert model(mx.array([PROMPT])).dtype == plain(mx.array([PROMPT])).dtype
+
+    @pytest.mark.skipif(not CPU, reason="a choice of the CPU backend")
+    def test_packed_layers_that_stay_packed(self, folders: dict[str, Path], kept: Path) -> None:
+        model = load_model(folders["4bit"], adapter=kept, cpu_weights="keep")
+        assert packed_layers(model) == 4 * 4 + 1
+        unpacked = load_model(folders["4bit"], adapter=kept, cpu_weights="float32")
+        np.testing.assert_allclose(logits(model), logits(unpacked), atol=1e-4)
+
+    def test_another_precision_is_noted_and_no_warning(self, folders: dict[str, Path], kept: Path) -> None:
+        note = "note: the adapter was trained on bf16 weights, and the model's are 4bit"
+        assert start_loading(folders["4bit"], adapter=kept).notes == (note,)
+        assert start_loading(folders["bf16"], adapter=kept).notes == ()
+        assert start_loading(folders["4bit"]).notes == ()
+
+    def test_the_home_folder_is_known(
+        self, folders: dict[str, Path], kept: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", str(kept.parent))
+        assert np.array_equal(
+            logits(load(folders["fp32"], adapter="~/run1")[0]), logits(load_model(folders["fp32"], adapter=kept))
+        )
+
+    def test_memory_for_it_is_asked_for(
+        self, folders: dict[str, Path], kept: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stored = sum(x.nbytes for x in load_file(kept / "adapters.safetensors").values())
+        needed = memory_needed(folders["fp32"]) + stored
+        assert memory_needed(folders["fp32"], adapter=kept) == needed
+        monkeypatch.setattr(device, "memory", lambda: device.Memory(needed - 1, "a test"))
+        require_memory(folders["fp32"])
+        with pytest.raises(TooLargeError):
+            require_memory(folders["fp32"], adapter=kept)
+
+    def test_it_is_looked_for_before_a_model_is_fetched(self, tmp_path: Path) -> None:
+        with pytest.raises(AdapterError, match=f"{tmp_path / 'x'}: no such folder; an adapter is a folder"):
+            load("nobody/no-such-model", adapter=tmp_path / "x")
+
+    def test_one_that_does_not_fit(self, folders: dict[str, Path], tmp_path: Path) -> None:
+        other = saved(tmp_path / "other", trained_adapter(golden_model("tiny-untied")))
+        with pytest.raises(AdapterError, match="was trained on a model of another architecture"):
+            load_model(folders["fp32"], adapter=other)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "4bit", "8bit"])
+def test_what_a_folder_is_stored_in(folders: dict[str, Path], precision: str) -> None:
+    assert stored_precision(folders[precision]) == precision

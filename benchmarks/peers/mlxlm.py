@@ -38,6 +38,21 @@ def with_openblas(name: str, backend: str, path: str | None = None) -> list[Cont
     return [Contender(peer=name, variant=WITH_OPENBLAS, dtype="float32", openblas=True, path=path)]
 
 
+def model_of(job: Job) -> Any:
+    """mlx-lm's own OpenELM, with the weights of the job's folder or random ones."""
+    from mlx_lm.models.openelm import Model, ModelArgs
+    from mlx_lm.utils import load_model
+
+    from openelm_mlx.benchmarks.models import fill_randomly
+
+    if job.folder is not None:
+        return load_model(job.folder)[0]
+    model = Model(ModelArgs.from_dict(job.config))
+    fill_randomly(model, job.subject["precision"])
+    model.eval()
+    return model
+
+
 class MlxLm:
     """mlx-lm's model, and its `generate_step` with all defaults, which is what its `stream_generate` goes through."""
 
@@ -46,23 +61,9 @@ class MlxLm:
         from openelm_mlx.benchmarks.peers.onmlx import STOCK_BLAS, to_float32
 
         self.job, self.blas = job, blas or STOCK_BLAS
-        self.model = self._model(job)
+        self.model = model_of(job)
         if job.contender.dtype == "float32":
             to_float32(self.model)
-
-    @staticmethod
-    def _model(job: Job) -> Any:
-        from mlx_lm.models.openelm import Model, ModelArgs
-        from mlx_lm.utils import load_model
-
-        from openelm_mlx.benchmarks.models import fill_randomly
-
-        if job.folder is not None:
-            return load_model(job.folder)[0]
-        model = Model(ModelArgs.from_dict(job.config))
-        fill_randomly(model, job.subject["precision"])
-        model.eval()
-        return model
 
     def describe(self) -> Description:
         """The dtype is that of the logits."""

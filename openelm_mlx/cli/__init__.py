@@ -13,8 +13,11 @@ from typer.core import TyperGroup
 from openelm_mlx._links import check_links
 
 VERBS = {
+    "adapter": "openelm_mlx.finetune.adapter_command",
     "bench": "openelm_mlx.benchmarks.command",
     "convert": "openelm_mlx.convert.command",
+    "finetune": "openelm_mlx.finetune.command",
+    "fuse": "openelm_mlx.finetune.fuse_command",
     "generate": "openelm_mlx.cli.generate",
     "inspect": "openelm_mlx.cli.inspect",
 }
@@ -59,7 +62,7 @@ def _print_version(wanted: bool) -> None:
 def openelm(
     version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True),
 ) -> None:
-    """Convert and run Apple's OpenELM language models on MLX."""
+    """Convert, run and fine-tune Apple's OpenELM language models on MLX."""
 
 
 def main() -> None:

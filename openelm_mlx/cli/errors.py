@@ -54,6 +54,11 @@ def _status_of(run: Callable[[], object]) -> int:
             raise
         _refuse(f"{e.filename}: {e.strerror or e}")
         return REFUSED
+    except RuntimeError as e:
+        if "temp_directory_path" not in str(e):  # MLX writes and compiles small programs there
+            raise
+        _refuse("TMPDIR names no folder that can be written to, and MLX needs one")
+        return REFUSED
     except ImportError as e:
         line = explain_missing_mlx(e)
         if line is None and e.name:

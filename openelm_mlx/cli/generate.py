@@ -28,6 +28,7 @@ def generate(
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", help="The prompt; - reads standard input.", show_default=False)
     ],
+    adapter: Annotated[str | None, typer.Option(help="Folder of a LoRA or DoRA adapter to run the model with.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = DEFAULT_MAX_TOKENS,
     system: Annotated[
         str | None, typer.Option(help="System turn before the prompt (models with a chat template).")
@@ -79,7 +80,7 @@ def generate(
     text = _read_prompt(prompt)
     from openelm_mlx import hub
     from openelm_mlx.generation import stream_generate
-    from openelm_mlx.loading import require_memory, start_loading
+    from openelm_mlx.loading import check_adapter, require_memory, start_loading
     from openelm_mlx.stopping import StopStrings
     from openelm_mlx.tokenizer import Tokenizer
 
@@ -93,10 +94,14 @@ def generate(
         "seed": seed,
     }
     Sampling(**sampling), StopStrings(stop or ())  # a wrong value is refused before the model is loaded
+    if adapter is not None:
+        check_adapter(adapter)
     folder = hub.resolve(model, revision=revision, quiet=quiet)
     if not force:
-        require_memory(folder, dtype, cpu_weights)
-    weights = start_loading(folder, dtype=dtype, cpu_weights=cpu_weights)
+        require_memory(folder, dtype, cpu_weights, adapter)
+    weights = start_loading(folder, adapter=adapter, dtype=dtype, cpu_weights=cpu_weights)
+    for note in weights.notes:
+        print(note, file=sys.stderr)
     tokenizer = Tokenizer.from_folder(folder)  # takes a while, in which the weights are read
     if tokenizer is None:
         raise OpenELMError(

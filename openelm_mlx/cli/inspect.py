@@ -109,10 +109,19 @@ def _quantization(s: Summary) -> str:
 def _provenance(p: dict[str, Any]) -> list[str]:
     hashes = p.get("source_sha256")
     commit = f" at {p['source_commit']}" if p.get("source_commit") else ""
+    origin = f"from {p.get('source')}{commit} ({p.get('source_kind')}) to {p.get('precision')}"
+    if p.get("source_kind") == "finetune":
+        origin = f"from {p.get('source')}, all weights, in {p.get('precision')}"
+    done = "fine-tuned   " if p.get("source_kind") == "finetune" else "converted    "
+    fused = p.get("fused")
     return [
-        f"converted     from {p.get('source')}{commit} ({p.get('source_kind')}) to {p.get('precision')} "
-        f"by openelm-mlx {p.get('tool_version')}",
+        f"{done} {origin} by openelm-mlx {p.get('tool_version')}",
         *(f"              {digest}  {name}" for name, digest in (hashes.items() if isinstance(hashes, dict) else ())),
+        *(
+            f"fused         with {f.get('adapter')} ({f.get('method')} of rank {f.get('rank')})"
+            for f in (fused if isinstance(fused, list) else ())
+            if isinstance(f, dict)
+        ),
     ]
 
 

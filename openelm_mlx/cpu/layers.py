@@ -9,7 +9,7 @@ import mlx.core as mx
 from openelm_mlx.cache import Mask
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.cpu import ops
-from openelm_mlx.model import Attention, FeedForward, OpenELM
+from openelm_mlx.model import Attention, FeedForward, OpenELM, rope_angles
 
 
 def speed_up(model: OpenELM) -> None:
@@ -34,7 +34,7 @@ class Angles:
         self._make(config.max_context_length)
 
     def _make(self, positions: int) -> None:
-        self._cos, self._sin = ops.angles(positions, self._head_dim, self._base)
+        self._cos, self._sin = rope_angles(mx.arange(positions), self._head_dim, self._base)
         mx.async_eval(self._cos, self._sin)  # lazy ones would be worked out again at every call of a compiled function
 
     def at(self, offset: int, length: int) -> tuple[mx.array, mx.array]:

@@ -51,11 +51,12 @@ def swiglu(y: mx.array) -> mx.array:
 
 @mx.custom_function
 def _swiglu(y: mx.array) -> mx.array:
-    return _gated(*mx.split(y, 2, axis=-1))
+    return silu_times(*mx.split(y, 2, axis=-1))
 
 
 @mx.compile
-def _gated(gate: mx.array, up: mx.array) -> mx.array:
+def silu_times(gate: mx.array, up: mx.array) -> mx.array:
+    """SiLU of `gate`, times `up`; no gradient."""
     return gate / (1 + exp(-gate)) * up
 
 
@@ -85,13 +86,6 @@ def normalize_and_rotate(x: mx.array, weight: mx.array, cos: mx.array, sin: mx.a
 
 def _turned(a: mx.array, b: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
-def angles(positions: int, head_dim: int, base: float) -> tuple[mx.array, mx.array]:
-    """Cosines and sines of RoPE, ``(positions, head_dim / 2)``, as CoreNet's RotaryEmbedding makes them."""
-    frequencies = 1.0 / base ** (mx.arange(0, head_dim, 2).astype(mx.float32) / head_dim)
-    angle = mx.arange(positions).astype(mx.float32)[:, None] * frequencies
-    return mx.cos(angle), mx.sin(angle)
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, *, causal: bool) -> mx.array:
@@ -142,23 +136,25 @@ def _rows(q: mx.array, k: mx.array, v: mx.array, first: int) -> mx.array:
     heads = []
     for h in range(H_kv):
         scores = q[:, h].reshape(B, -1, D) @ k[:, h, :S].swapaxes(-1, -2)  # (B, group * rows, S)
-        masked = _causal(scores.reshape(B, group, rows, S), queries, keys).reshape(B, -1, S)
+        masked = hide_later(scores.reshape(B, group, rows, S), queries, keys).reshape(B, -1, S)
         heads.append(_weighted(masked, v[:, h, :S]).reshape(B, group, rows, D))
     return mx.stack(heads, axis=1)
 
 
 @mx.compile
-def _causal(scores: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
+def hide_later(scores: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
+    """Scores ``(..., rows, S)`` of queries at positions ``(rows, 1)``, those of later keys ``(S,)`` far below 0."""
     # Arithmetic, because a choice between two arrays takes ten times as long here.
     return scores + mx.minimum(queries - keys, 0) * 1e30
 
 
 def _weighted(scores: mx.array, v: mx.array) -> mx.array:
     """Softmax of the scores, times the values."""
-    weights = _exp_of_difference(scores, scores.max(-1, keepdims=True))
+    weights = exp_of_difference(scores, scores.max(-1, keepdims=True))
     return (weights @ v) / weights.sum(-1, keepdims=True)
 
 
 @mx.compile
-def _exp_of_difference(x: mx.array, most: mx.array) -> mx.array:
+def exp_of_difference(x: mx.array, most: mx.array) -> mx.array:
+    """The exponential of ``x - most``; no gradient."""
     return exp(x - most)

@@ -18,7 +18,7 @@ from openelm_mlx.benchmarks.families_worker import (
     norm_layers,
 )
 from openelm_mlx.benchmarks.protocol import Protocol, Spread
-from openelm_mlx.benchmarks.train import parameters as parameter_count
+from openelm_mlx.benchmarks.trainers.onmlx import parameters as parameter_count
 from openelm_mlx.device import Memory
 from openelm_mlx.errors import OpenELMError
 from tests.support.models import converted_folder, golden_config

@@ -119,6 +119,17 @@ def test_what_a_conversion_recorded(tmp_path: Path) -> None:
     assert value_of(done, "stored").endswith(" MB U32)")
 
 
+def test_what_became_of_a_model_after_its_conversion(tmp_path: Path) -> None:
+    out = converted(tmp_path, "--precision", "fp32")
+    config = json.loads((out / "config.json").read_text())
+    config["openelm_mlx"]["fused"] = [{"adapter": "run1", "method": "dora", "rank": 4}]
+    (out / "config.json").write_text(json.dumps(config))
+    assert value_of(run("inspect", out), "fused") == "with run1 (dora of rank 4)"
+    config["openelm_mlx"] = {"source": "base", "source_kind": "finetune", "precision": "fp32", "tool_version": "1"}
+    (out / "config.json").write_text(json.dumps(config))
+    assert value_of(run("inspect", out), "fine-tuned") == "from base, all weights, in fp32 by openelm-mlx 1"
+
+
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     out = converted(tmp_path, "--tokenizer", "none")
     assert as_json(out)["tokenizer"] is None

@@ -20,8 +20,10 @@ import pytest
 from openelm_mlx import writer
 from openelm_mlx.atomic import OutputError
 from openelm_mlx.convert import job
-from openelm_mlx.convert.job import Progress, Result, convert, is_ours
+from openelm_mlx.convert.job import Result, convert
 from openelm_mlx.errors import CheckpointError, ConfigError, OpenELMError
+from openelm_mlx.outputs import is_our_model
+from openelm_mlx.progress import Progress
 from openelm_mlx.version import __version__
 from tests.support import sources
 from tests.support.cli import Done, finish, run_apart, start
@@ -163,7 +165,7 @@ def test_a_home_folder_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.M
     sources.hf(tmp_path / "hf")
     result = convert("~/hf", "~/out", verify_logits=True)
     assert result.folder == tmp_path / "out"
-    assert is_ours(tmp_path / "out")
+    assert is_our_model(tmp_path / "out")
 
 
 # What exists already.
@@ -199,8 +201,8 @@ def test_what_is_no_conversion(tmp_path: Path, content: bytes | None) -> None:
     (tmp_path / "folder").mkdir()
     if content is not None:
         (tmp_path / "folder" / "config.json").write_bytes(content)
-    assert not is_ours(tmp_path / "folder")
-    assert not is_ours(tmp_path / "missing")
+    assert not is_our_model(tmp_path / "folder")
+    assert not is_our_model(tmp_path / "missing")
 
 
 def test_the_source_is_never_replaced(tmp_path: Path, source: Path) -> None:
@@ -297,7 +299,7 @@ def test_a_disk_that_fills_up(small_disk: Path, source: Path, monkeypatch: pytes
     with pytest.raises(OutputError, match="MB free"):
         convert(source, small_disk / "out", precision="fp32")
     # Somebody else fills it after that was looked at.
-    monkeypatch.setattr(job, "_require_room", lambda out, written: (small_disk / "more").write_bytes(bytes(300_000)))
+    monkeypatch.setattr(job, "require_room", lambda out, written: (small_disk / "more").write_bytes(bytes(300_000)))
     with pytest.raises(OutputError, match="out: the disk is full; nothing was written"):
         convert(source, small_disk / "out", precision="fp32")
     assert listing(small_disk) == ["more", "other"]

@@ -14,11 +14,12 @@ import pytest
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.convert import precision as module
 from openelm_mlx.convert.choices import GROUP_SIZES, check_precision
-from openelm_mlx.convert.job import Progress, convert
+from openelm_mlx.convert.job import convert
 from openelm_mlx.convert.precision import plan_precision
 from openelm_mlx.errors import CheckpointError, OpenELMError
 from openelm_mlx.layer_paths import grouped
 from openelm_mlx.loading import load_model
+from openelm_mlx.progress import Progress
 from tests.support import sources
 from tests.support.sources import Array, written
 from tests.support.torch_writer import bf16

@@ -313,7 +313,7 @@ def test_a_file_cut_short(tmp_path: Path, torch: bool) -> None:
 def test_a_file_that_shrinks_while_it_is_converted(tmp_path: Path) -> None:
     source = sources.hf(tmp_path / "source")
     file = source / "model.safetensors"
-    from openelm_mlx.convert.job import Progress
+    from openelm_mlx.progress import Progress
 
     def shrink(done: int, total: int) -> None:
         with file.open("r+b") as f:

@@ -11,9 +11,10 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as Library
 
 from openelm_mlx import hub
-from openelm_mlx.convert.job import Progress, Result, convert
+from openelm_mlx.convert.job import Result, convert
 from openelm_mlx.errors import OpenELMError, TokenizerError
 from openelm_mlx.loading import load
+from openelm_mlx.progress import Progress
 from tests.support import sources
 from tests.support.tokenizers_made import CHATML, MODEL, ZEPHYR, byte_level_json, write_folder
 

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.loading import parameter_shapes
 from openelm_mlx.model import OpenELM
-from tests.golden import inference
+from tests.golden import adapters, inference, training
 from tests.golden.checkpoints import LAYOUTS, Checkpoint, weights_module
 
 
@@ -63,6 +64,29 @@ def check_scaling(path: Path, golden: dict[str, Any]) -> Iterator[Outcome]:
         )
 
 
+def check_adapter(path: Path, golden: dict[str, Any]) -> Iterator[Outcome]:
+    """Import CoreNet's adapter checkpoint and compare the logits on its base with the file."""
+    with tempfile.TemporaryDirectory(prefix="openelm-golden-") as tmp:
+        whole, cached = adapters.deviation(path, golden, Path(tmp))
+    ok = max(whole, cached) <= inference.LOGITS_TOLERANCE
+    yield Outcome(path.stem, ok, f"logits {whole:.1e}, cached {cached:.1e}")
+
+
+def check_training(path: Path, golden: dict[str, Any]) -> Iterator[Outcome]:
+    """Train as CoreNet did and compare losses and gradient norms with the file."""
+    with tempfile.TemporaryDirectory(prefix="openelm-golden-") as tmp:
+        deviation = training.run(golden, path.parent, Path(tmp) / "source")
+    yield Outcome(path.stem, deviation.ok, str(deviation))
+
+
+def _is_adapter(golden: Any, *, dora: bool) -> bool:
+    return isinstance(golden, dict) and {"tensors", "lora_config"} <= golden.keys() and golden.get("dora") is dora
+
+
+def _is_training(golden: Any) -> bool:
+    return isinstance(golden, dict) and {"mode", "losses", "gradient_norms"} <= golden.keys()
+
+
 def _is_inference(golden: Any) -> bool:
     return isinstance(golden, dict) and {"prompt", "greedy", "probe_logits"} <= golden.keys()
 
@@ -71,7 +95,13 @@ def _is_scaling(golden: Any) -> bool:
     return isinstance(golden, dict) and all(isinstance(v, dict) and "ffn_dims" in v for v in golden.values())
 
 
-KINDS = (Kind("inference", _is_inference, check_inference), Kind("scaling", _is_scaling, check_scaling))
+KINDS = (
+    Kind("inference", _is_inference, check_inference),
+    Kind("scaling", _is_scaling, check_scaling),
+    Kind("lora", partial(_is_adapter, dora=False), check_adapter),
+    Kind("dora", partial(_is_adapter, dora=True), check_adapter),
+    Kind("train", _is_training, check_training),
+)
 
 
 def kind_of(golden: Any) -> Kind | None:

@@ -1,4 +1,4 @@
-"""The machine in a result: what is told, and that no names are."""
+"""The machine: what is told of it, and that no names are."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from openelm_mlx import device
-from openelm_mlx.benchmarks import machine
+from openelm_mlx import device, machine
 from tests.benchmarks.made import MACHINE
 
 

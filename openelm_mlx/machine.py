@@ -1,4 +1,4 @@
-"""What machine a figure was measured on, and in which state it was. Never the host's or the user's name."""
+"""What machine this is, and in which state. Never the host's or the user's name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POWER_MODES = {"0": "automatic", "1": "low power", "2": "high power"}
 
 
 def machine() -> dict[str, Any]:
-    """Hardware, system, software and state, as plain values for a result's JSON; None for what cannot be known."""
+    """Hardware, system, software and state, as plain values for JSON; None for what cannot be known."""
     backend = device.backend()
     return {
         "chip": _chip(),

@@ -1,0 +1,1 @@
+"""From files of examples to batches of tokens."""

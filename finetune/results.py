@@ -1,0 +1,115 @@
+"""Putting what a run trained where it is used from: the adapter's two files, or a whole model, at the run's top."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from openelm_mlx.adapters import Adapter, AdapterConfig, architecture, save_adapter
+from openelm_mlx.checkpoint import PROVENANCE
+from openelm_mlx.dtypes import dtype_name, precision_name
+from openelm_mlx.finetune.run_folder import RunError, RunFolder, Tensors
+from openelm_mlx.finetune.settings import Settings
+from openelm_mlx.model import OpenELM
+from openelm_mlx.tokenizer import Tokenizer
+from openelm_mlx.version import __version__
+from openelm_mlx.writer import TensorSpec, write_json, write_weights
+
+_NEW = ".new-result"
+
+
+def adapter_config(settings: Settings) -> AdapterConfig:
+    """The adapter that a run's settings ask for."""
+    s = settings
+    return AdapterConfig(
+        method=s.method,
+        rank=s.rank,
+        alpha=s.alpha,
+        dropout=s.dropout,
+        rslora=s.rslora,
+        targets=s.targets,
+        layers=s.layers,
+    )
+
+
+def publish_adapter(run: Path, model: OpenELM, settings: Settings, weights: Tensors, base_precision: str) -> None:
+    """Write ``adapters.safetensors`` and ``adapter_config.json`` of these weights at the run's top."""
+    origin = {"base_model": settings.model, "base_revision": settings.revision}
+    adapter = Adapter(adapter_config(settings), weights, architecture(model.config), base_precision, origin)
+    _put(run, lambda folder: save_adapter(folder, adapter), last="adapters.safetensors")
+
+
+def publish_model(run: Path, model: OpenELM, settings: Settings, tokenizer: Tokenizer, source: Path) -> None:
+    """Write the whole model, as it is now, at the run's top: an ordinary model folder."""
+
+    def fill(folder: Path) -> None:
+        arrays = _parameters(model)
+        specs = [TensorSpec(name, a.dtype, tuple(a.shape)) for name, a in arrays.items()]
+        write_weights(folder, specs, arrays.values())
+        tokenizer.save(folder)
+        if (source / "generation_config.json").is_file():
+            shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
+        dtype = model.transformer.norm.weight.dtype
+        told = {
+            "tool_version": __version__,
+            "source": settings.model,
+            "source_kind": "finetune",
+            "precision": precision_name(dtype),
+            "finetuned": {k: v for k, v in asdict(settings).items() if k in ("method", "learning_rate", "seed")},
+        }
+        config = {**model.config.to_dict(), "torch_dtype": dtype_name(dtype), PROVENANCE: told}
+        write_json(folder / "config.json", config)
+
+    _put(run, fill, last="config.json")
+
+
+def _parameters(model: OpenELM) -> dict[str, mx.array]:
+    from mlx.utils import tree_flatten
+
+    flat: Any = tree_flatten(model.parameters())
+    return dict(flat)
+
+
+def _put(run: Path, fill: Callable[[Path], None], *, last: str) -> None:
+    """Files made beside their place and moved to the run's top one by one, the one that makes them count last."""
+    folder = run / _NEW
+    shutil.rmtree(folder, ignore_errors=True)  # a killed run's
+    try:
+        folder.mkdir()
+        fill(folder)
+        for path in _in_order(folder.iterdir(), last):
+            with path.open("rb") as f:
+                os.fsync(f.fileno())
+            path.replace(run / path.name)
+    except (OSError, RuntimeError) as e:  # the latter is MLX's word for a full disk
+        reason = getattr(e, "strerror", None) or e
+        raise RunError(f"{run}: the result cannot be written: {reason}; {RunFolder(run).way_on()}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _in_order(paths: Iterable[Path], last: str) -> list[Path]:
+    return sorted(paths, key=lambda p: (p.name == last, p.name))
+
+
+def absolute(settings: Settings) -> Settings:
+    """The settings with local paths written out: a run is resumed from any folder."""
+    written: dict[str, Any] = {name: str(path.absolute()) for name, path in _local(settings).items()}
+    return replace(settings, **written)
+
+
+def local_inputs(settings: Settings) -> list[Path]:
+    """The files and folders that a run reads."""
+    return list(_local(settings).values())
+
+
+def _local(settings: Settings) -> dict[str, Any]:
+    named = {name: getattr(settings, name) for name in ("model", "data", "valid", "test")}
+    paths = {name: Path(value).expanduser() for name, value in named.items() if value is not None}
+    return {name: path for name, path in paths.items() if path.exists()}
