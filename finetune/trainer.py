@@ -103,6 +103,8 @@ class Run:
             self.train.seek(self.state.position)
             self._load(checkpoint.weights)
             self.trainer.optimizer.load_state(checkpoint.optimizer, self.state.step)
+        if self.folder.metrics.stat().st_size < self.state.metrics_bytes:
+            self.watcher.say(f"note: {self.folder.metrics} is shorter than it was: lines of earlier updates are lost")
         self.folder.begin_metrics(self.state.metrics_bytes)
 
     def go(self) -> State:

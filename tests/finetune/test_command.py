@@ -253,6 +253,14 @@ class TestWhatARunDependsOn:
         (out / file).write_text(text)
         assert message in refused("finetune", "--resume", out, "-q", "--steps=3")
 
+    def test_lines_that_are_gone_are_missed(self, model: Path, data: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        train(model, data, out, "--steps=2")
+        (out / "metrics.jsonl").write_text("")
+        done = run("finetune", "--resume", out, "--steps=3")
+        assert done.status == 0
+        assert "metrics.jsonl is shorter than it was: lines of earlier updates are lost\n" in done.err
+
     def test_fewer_updates_than_there_are(self, model: Path, data: Path, tmp_path: Path) -> None:
         train(model, data, tmp_path / "run", "--steps=2")
         said = refused("finetune", "--resume", tmp_path / "run", "--steps=1", "-q")
