@@ -34,6 +34,7 @@ def bench(folder: Path, *arguments: str | Path) -> Done:
     return run("bench", "--model", folder, *QUICK, *arguments)
 
 
+@pytest.mark.slow
 class TestMeasuring:
     @pytest.fixture(scope="class")
     @staticmethod
@@ -95,6 +96,7 @@ def test_or_to_another(folder: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "out").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_several_lengths(folder: Path, tmp_path: Path) -> None:
     assert (
         run("bench", "--model", folder, *QUICK[2:], "--prompt-tokens", "5,9", "--json", tmp_path / "b.json").status == 0
@@ -102,6 +104,7 @@ def test_several_lengths(folder: Path, tmp_path: Path) -> None:
     assert [row.prompt_tokens for row in results.load(tmp_path / "b.json").rows] == [5, 9]
 
 
+@pytest.mark.slow
 class TestAgainst:
     @pytest.fixture(scope="class")
     @staticmethod
@@ -157,6 +160,7 @@ def test_a_device_is_left_alone(tmp_path: Path) -> None:
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_what_it_measured_and_says_so(folder: Path, tmp_path: Path) -> None:
     import signal
 
@@ -183,6 +187,7 @@ def test_explain(folder: Path, tmp_path: Path) -> None:
     assert found["precision"] == "fp32" and found["parts"]
 
 
+@pytest.mark.slow
 def test_norms_of_one_model(folder: Path, tmp_path: Path) -> None:
     done = run("bench", "norms", "--model", folder, "--json", tmp_path / "v.json")
     assert done.status == 0, done.err

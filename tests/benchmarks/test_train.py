@@ -36,6 +36,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 # Measuring.
 
 
+@pytest.mark.slow
 def test_they_take_turns_step_by_step(subject: Subject) -> None:
     said: list[str] = []
     report = measure(subject, SMALL, ["mlx-lm"], progress=said.append)
@@ -60,6 +61,7 @@ def test_compiled_steps_have_the_same_losses(subject: Subject, monkeypatch: pyte
     assert losses() == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a BLAS is chosen on Linux")
 def test_ragged_data_and_the_same_blas(subject: Subject) -> None:
     training = Training(batch_size=2, seq_length=64, steps=3, ragged=(4, 24))
@@ -70,6 +72,7 @@ def test_ragged_data_and_the_same_blas(subject: Subject) -> None:
     assert own.useful > 0.75 > other.useful  # packed rows, and rows padded to 32
 
 
+@pytest.mark.slow
 def test_what_mlx_lm_cannot_do_is_a_note(tmp_path: Path) -> None:
     subject = Subject("tiny", folder=converted_folder(tmp_path / "tiny", case="tiny-no-glu"))
     said: list[str] = []
@@ -218,6 +221,7 @@ def test_the_command_keeps_what_it_tells(subject: Subject, tmp_path: Path) -> No
     assert results.load(stored) == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "dora"])
 def test_methods(subject: Subject, method: str) -> None:
     done = bench(subject, "--method", method, "--quiet")

@@ -84,6 +84,7 @@ def weights(model: nn.Module) -> dict[str, mx.array]:
 # What is trained.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_both_train_the_same_parameters(subject: Subject, method: str) -> None:
     own, other = (loaded.about() for loaded in both(subject, small(method)))
@@ -108,6 +109,7 @@ def test_adapters_are_the_librarys_on_the_four_projections_of_every_layer(subjec
     assert {(type(layer), layer.scale, layer.lora_a.shape[1]) for layer in layers.values()} == {(LoRALinear, 2.0, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_both_begin_with_the_mean_cross_entropy_and_lower_it(subject: Subject, method: str) -> None:
     training = small(method)

@@ -339,6 +339,7 @@ def wait_for(out: Path, lines: int, timeout: float = 60) -> None:
     raise AssertionError(f"{out}: never got {lines} lines")
 
 
+@pytest.mark.slow
 class TestStopping:
     def test_killed_at_random_moments_it_ends_as_if_it_never_had(
         self, unbroken: Path, model: Path, data: Path, tmp_path: Path

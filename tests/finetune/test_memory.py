@@ -32,6 +32,7 @@ def estimate(settings: Settings, config: OpenELMConfig, **values: int) -> memory
     return memory.estimate(config, settings, **sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(device.backend() != "cpu", reason="counts what a CPU needs")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_estimate_is_near_the_peak(shape: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ LENGTHS = [33, 7, 2, 20]
 RATE = 1e-2
 
 
-@pytest.fixture(params=["written out", "compiled"])
+@pytest.fixture(params=["written out", pytest.param("compiled", marks=pytest.mark.slow)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How gradients are computed: as on a CPU, or as on a GPU."""
     if request.param == "compiled":
@@ -155,6 +155,7 @@ def test_layers_computed_again_drop_out_the_same(compiled: None, monkeypatch: py
     assert found[0][0][0].item() != found[0][1][0].item(), "another seed hides something else"
 
 
+@pytest.mark.slow
 def test_layers_computed_again_need_less_memory(way: str) -> None:
     batch = alone(examples([129] * 4))
     peaks = []
@@ -167,6 +168,7 @@ def test_layers_computed_again_need_less_memory(way: str) -> None:
     assert peaks[1] < 0.8 * peaks[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(device.backend() != "cpu", reason="has no other way")
 @pytest.mark.parametrize("method", ["lora", "dora", "full"])
 def test_both_ways_train_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +222,7 @@ def test_only_what_is_trained_changes(way: str) -> None:
     assert all(mx.array_equal(flat(model.parameters())[name], p) for name, p in frozen.items())
 
 
+@pytest.mark.slow
 def test_memory_stays_over_a_thousand_steps(way: str) -> None:
     """Active memory: what is held, wherever the backend keeps it."""
     model = golden_model("tiny-no-qk-norm")

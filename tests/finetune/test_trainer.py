@@ -72,6 +72,7 @@ class Signals(Told):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "done"),
     [({"update": 3}, 3), ({"update": 8}, 8), ({"evaluation": 1}, 0), ({"evaluation": 4}, 2)],
@@ -196,6 +197,7 @@ class TestPlan:
         assert (plan.steps, plan.eval_every, plan.save_every) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [
