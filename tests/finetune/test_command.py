@@ -9,7 +9,10 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from openelm_mlx.finetune.settings import Settings
 from openelm_mlx.safetensorsfile import read_safetensors
 from tests.finetune.data.malformed import MALFORMED, Malformed
 from tests.finetune.runs import arguments, listing, metrics, train, updates, write_data
-from tests.support.cli import Done, finish, run, start
+from tests.support.cli import finish, run, start
 from tests.support.models import converted_folder, golden_config
 from tests.support.tokenizers_made import MODEL
 
@@ -329,7 +332,18 @@ class TestOtherSettings:
         assert "note:" not in run("finetune", "--resume", tmp_path / "run").err
 
 
-def wait_for(out: Path, lines: int, timeout: float = 60) -> None:
+@contextmanager
+def started(*given: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of its own, which is gone afterwards."""
+    process = start(*given)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(out: Path, lines: int, timeout: float = 300) -> None:
     """Until that many lines of metrics are there."""
     path, end = out / "metrics.jsonl", time.monotonic() + timeout
     while time.monotonic() < end:
@@ -350,11 +364,11 @@ class TestStopping:
         moments.seed(seed)
         given = arguments(model, data, out, *LONG)
         for first in (2, 9, 16):
-            process = start(*given)
-            wait_for(out, first + moments.randrange(6))
-            time.sleep(moments.random() * 0.02)
-            process.kill()
-            assert finish(process).status == -signal.SIGKILL, seed
+            with started(*given) as process:
+                wait_for(out, first + moments.randrange(6))
+                time.sleep(moments.random() * 0.02)
+                process.kill()
+                assert process.wait() == -signal.SIGKILL, seed
             given = ["finetune", "--resume", str(out), "--quiet"]
         assert run(*given).status == 0
         assert metrics(out) == metrics(unbroken), seed
@@ -368,10 +382,10 @@ class TestStopping:
         self, number: signal.Signals, unbroken: Path, model: Path, data: Path, tmp_path: Path
     ) -> None:
         out = tmp_path / "run"
-        process = start(*arguments(model, data, out, *LONG))
-        wait_for(out, 9)
-        process.send_signal(number)
-        done: Done = finish(process)
+        with started(*arguments(model, data, out, *LONG)) as process:
+            wait_for(out, 9)
+            process.send_signal(number)
+            done = finish(process, timeout=300)
         assert done.status == 128 + number
         assert done.err == f"stopped and saved; go on with: openelm finetune --resume {out}\n"
         saved = int(listing(out / "checkpoints")[-1].removeprefix("step-"))
