@@ -150,10 +150,7 @@ def bench(
         if result is not None and kept is not None:
             _print_result(result, kept)
     assert result is not None
-    if save_to:
-        stored = results.default_path(result, save_to, dated=False)
-        results.save(result, stored)
-        print(f"stored in {stored}")
+    _store(result, save_to)
     if plot:
         from openelm_mlx.benchmarks.plots import plot as draw
 
@@ -190,6 +187,17 @@ def _print_result(result: Result, kept: Path) -> None:
     if figures:
         print("", *published.lines(figures), sep="\n")
     print("", *(f"note: {note}" for note in result.notes), f"kept in {kept}", sep="\n", flush=True)
+
+
+def _store(result: Result, folder: Path | None) -> None:
+    """Keep the result in a folder of such, by chip and system."""
+    if folder is None:
+        return
+    from openelm_mlx.benchmarks import results
+
+    stored = results.default_path(result, folder, dated=False)
+    results.save(result, stored)
+    print(f"stored in {stored}")
 
 
 def _hold_against(result: Result, old: Result, threshold: float) -> None:
@@ -279,10 +287,7 @@ def train(
     report = training.measure(subject, how, with_whom, progress=_teller(quiet))
     result = report.result(results.shown_command(sys.argv[1:]))
     _print(result.to_json(), training.lines(report), json_file)
-    if save_to:
-        stored = results.default_path(result, save_to, dated=False)
-        results.save(result, stored)
-        print(f"stored in {stored}")
+    _store(result, save_to)
 
 
 @app.command()

@@ -130,8 +130,7 @@ def _require_memory(family: Family, precision: str, dtype: mx.Dtype) -> None:
     # Packing starts from unpacked weights, so both are there for a moment; a CPU may keep packed ones packed.
     stored, bits = PRECISIONS[precision]
     needed = family.parameters * (stored.size + bits / 8 if bits else max(stored.size, dtype.size))
-    memory = device.memory()
-    if memory and needed > memory.available:
+    if memory := device.too_little(needed):
         raise OpenELMError(
             f"needs {needed / 1e9:.1f} GB, and there are {memory.available / 1e9:.1f} GB ({memory.source}); "
             "choose smaller families or a smaller precision"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from openelm_mlx.benchmarks.bandwidth import Bandwidth
+from openelm_mlx.trees import flat
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def weight_bytes_per_token(model: nn.Module) -> int:
     project's, mlx-lm's and others of `mlx.nn`, also after layers were replaced.
     """
     tables = [path for path, layer in model.named_modules() if callable(getattr(layer, "as_linear", None))]
-    arrays: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
+    arrays = list(flat(model.parameters()).items())
     head = _tied_table(arrays, tables)
     total = 0
     for name, array in arrays:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,8 +12,8 @@ from typing import Any
 
 from openelm_mlx import hub
 from openelm_mlx.atomic import check_output, new_folder
-from openelm_mlx.checkpoint import PROVENANCE, generation_eos
-from openelm_mlx.config import OpenELMConfig
+from openelm_mlx.checkpoint import PROVENANCE, copy_generation, generation_eos
+from openelm_mlx.config import MAX_PADDING_ROWS, OpenELMConfig
 from openelm_mlx.convert.choices import DEFAULT_GROUP_SIZE, DEFAULT_PRECISION, check_precision
 from openelm_mlx.convert.precision import Precision, converted, plan_precision, specs
 from openelm_mlx.convert.sources import Source, open_source
@@ -23,17 +21,14 @@ from openelm_mlx.convert.tokenizers import Found, find_tokenizer
 from openelm_mlx.convert.verify import Verification, require_memory_to_verify, verify
 from openelm_mlx.dtypes import dtype_name
 from openelm_mlx.errors import CheckpointError
-from openelm_mlx.files import expand
-from openelm_mlx.layer_paths import grouped
+from openelm_mlx.files import expand, sha256
+from openelm_mlx.layer_paths import EMBEDDING, HEAD, grouped
 from openelm_mlx.outputs import is_our_model, require_apart, require_room
 from openelm_mlx.progress import SILENT, Progress
 from openelm_mlx.version import __version__
 from openelm_mlx.writer import TensorSpec, write_json, write_weights
 
-MAX_PADDING_ROWS = 128
-"""Surplus embedding rows taken for CoreNet's padding; its vocabulary was padded to a multiple of 128 (32,128)."""
-
-_ROWS = ("transformer.token_embeddings.weight", "lm_head.weight")
+_ROWS = (f"{EMBEDDING}.weight", f"{HEAD}.weight")
 
 
 @dataclass(frozen=True)
@@ -155,15 +150,6 @@ def _stamps(source: Source) -> list[tuple[int, int, int]]:
     return [(s.st_ino, s.st_size, s.st_mtime_ns) for s in (path.stat() for path in source.files)]
 
 
-def sha256(path: Path, stop: Event) -> str:
-    """Hex digest of a file's bytes; of those read so far once `stop` is set."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as f:
-        while not stop.is_set() and (chunk := f.read(1 << 22)):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _without_padding(
     source: Source, found: Found | None, keep: bool, say: Callable[[str], None]
 ) -> tuple[dict[str, tuple[int, ...]], OpenELMConfig]:
@@ -198,6 +184,5 @@ def _config_json(config: OpenELMConfig, plan: Precision, provenance: dict[str, A
 def _write_tokenizer(folder: Path, source: Source, found: Found | None) -> None:
     if found:
         found.tokenizer.save(folder)
-    generation = source.folder / "generation_config.json"
-    if source.kind == "huggingface" and generation.is_file():
-        shutil.copyfile(generation, folder / generation.name)
+    if source.kind == "huggingface":
+        copy_generation(source.folder, folder)

@@ -44,11 +44,10 @@ class Verification:
 def require_memory_to_verify(source: Source) -> None:
     """Refuse a verification whose float32 source will not fit, before anything is converted."""
     needed = sum(t.size for t in source.tensors.values()) * 4
-    memory = device.memory()
-    if memory and needed > memory.available:
+    if memory := device.too_little(needed):
         raise OpenELMError(
             f"--verify runs the source in float32, which needs {needed / 1e9:.2f} GB, and there are "
-            f"{memory.available / 1e9:.2f} GB ({memory.source}); convert without --verify"
+            f"{memory}; convert without --verify"
         )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from openelm_mlx.cli.status_line import status_line
 from openelm_mlx.errors import OpenELMError
 from openelm_mlx.finetune.options import add_options
 
@@ -108,14 +109,10 @@ def _stopping(quiet: bool) -> None:
 
 def _reading(quiet: bool) -> Callable[[int, int], None] | None:
     """How far reading is, in one line that what follows replaces."""
-    if quiet or not sys.stderr.isatty():
+    show = status_line(quiet=quiet)
+    if show is None:
         return None
-
-    def show(done: int, total: int) -> None:
-        line = f"reading the data: {100 * done // max(total, 1)}%" if done < total else ""
-        print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
-
-    return show
+    return lambda done, total: show(f"reading the data: {100 * done // max(total, 1)}%" if done < total else "")
 
 
 def _summary(o: Outcome) -> list[str]:

@@ -20,16 +20,16 @@ from openelm_mlx.adapters import Adapter, AdapterError
 from openelm_mlx.adapters.config import positive_number
 from openelm_mlx.adapters.patterns import layer_pattern
 from openelm_mlx.checkpoint import open_file
+from openelm_mlx.config import MAX_PADDING_ROWS
 from openelm_mlx.errors import OpenELMError
 from openelm_mlx.finetune.basemodel import BaseModel
-from openelm_mlx.finetune.forms import EMBEDDING, Update, assembled, difference
+from openelm_mlx.finetune.forms import Update, assembled, difference
+from openelm_mlx.layer_paths import EMBEDDING, HEAD
 from openelm_mlx.rawtensor import RawTensor
 
 _PART = re.compile(
     r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\.([^.]+?)(?:\.weight)?"
 )
-_MAX_PADDING_ROWS = 128
-"""CoreNet pads the vocabulary to a multiple of this; converting leaves those rows out."""
 _MAX_YAML_BYTES = 1_000_000
 
 
@@ -132,7 +132,7 @@ def from_corenet(
 
 
 def _path(name: str) -> str:
-    return "lm_head" if name == "classifier" else f"transformer.{name}"
+    return HEAD if name == "classifier" else f"transformer.{name}"
 
 
 def _update(path: str, parts: dict[str, RawTensor], base: BaseModel, strengths: list[Strength], file: Path) -> Update:
@@ -162,7 +162,7 @@ def _strength_for(path: str, strengths: list[Strength], file: Path) -> Strength:
 
 def _is_padded(shape: tuple[int, ...], base: BaseModel) -> bool:
     """Whether the first dimension is the vocabulary and some padding."""
-    return len(shape) > 0 and 0 < shape[0] - base.config.vocab_size <= _MAX_PADDING_ROWS
+    return len(shape) > 0 and 0 < shape[0] - base.config.vocab_size <= MAX_PADDING_ROWS
 
 
 def _compare(
@@ -200,7 +200,7 @@ def _compare(
 
 def _difference(path: str, tensor: RawTensor, base: BaseModel, file: Path) -> tuple[float, bool]:
     shape, rows = base.shape(path), tensor.shape[:1]
-    if path in (EMBEDDING, "lm_head") and _is_padded(tensor.shape, base):
+    if path in (EMBEDDING, HEAD) and _is_padded(tensor.shape, base):
         rows = (base.config.vocab_size,)
     if shape != (*rows, *tensor.shape[1:]):
         what = "has no such weight" if shape is None else f"has {shape}"

@@ -39,11 +39,9 @@ class Effect:
 
 def not_enough_memory(base: Path, adapter: Path, fused: Path) -> str | None:
     """Why the models cannot be compared here; None when they can."""
-    memory = device.memory()
     needed = max(memory_needed(base, _dtype(), adapter=adapter), memory_needed(fused, _dtype()))
-    if not memory or needed <= memory.available:
-        return None
-    return f"that needs {needed / 1e9:.2f} GB, and there are {memory.available / 1e9:.2f} GB ({memory.source})"
+    memory = device.too_little(needed)
+    return f"that needs {needed / 1e9:.2f} GB, and there are {memory}" if memory else None
 
 
 def measure(base: Path, adapter: Adapter, where: Path, fused: Path, tokenizer: Tokenizer | None) -> Effect:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shlex
 import subprocess
@@ -24,7 +23,6 @@ _SECRET = re.compile(r"\b(?:hf|sk|ghp|github_pat|wandb)[_-]\w{16,}|(?<=://)[^/@\
 
 _OF_A_MODEL = (".safetensors", ".bin", ".json", ".model", ".jinja")
 """Weights, config and tokenizer: what a model's logits and a text's tokens depend on."""
-_BLOCK = 1 << 22
 
 
 def environment(arguments: Sequence[str], *, model: Path, data: Iterable[Path], settings: Settings) -> dict[str, Any]:
@@ -102,11 +100,7 @@ def _what_computes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(_BLOCK):
-            digest.update(block)
-        return {"bytes": f.tell(), "sha256": digest.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
 
 
 def _source() -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,11 @@ from pathlib import Path
 import mlx.core as mx
 
 from openelm_mlx.adapters import LINEARS, Adapter, AdapterConfig, AdapterError, architecture
+from openelm_mlx.adapters.config import scale_of
 from openelm_mlx.adapters.files import check_finite
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.errors import OpenELMError
-
-EMBEDDING = "transformer.token_embeddings"
+from openelm_mlx.layer_paths import EMBEDDING, HEAD
 
 _ROUNDING = 2.0**-8
 """Relative difference of two values that were the same number before each was rounded to bfloat16."""
@@ -47,7 +46,7 @@ class Update:
     @property
     def scale(self) -> float:
         """What `a b` is multiplied by."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return scale_of(self.alpha, self.rank, rslora=self.rslora)
 
 
 def assembled(
@@ -98,7 +97,7 @@ def target_names(paths: Iterable[str], layers: int | None) -> tuple[str, ...]:
         by_name.setdefault(path.rpartition(".")[2], []).append(path)
     names: list[str] = []
     for name, found in by_name.items():
-        names += [name] if len(found) == layers or found in ([EMBEDDING], ["lm_head"]) else found
+        names += [name] if len(found) == layers or found in ([EMBEDDING], [HEAD]) else found
     return tuple(names)
 
 

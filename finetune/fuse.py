@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,10 +12,10 @@ from openelm_mlx.adapters import Adapter, AdapterConfig, check_folder, precision
 from openelm_mlx.adapters.files import TENSORS
 from openelm_mlx.adapters.fusing import Fusion
 from openelm_mlx.atomic import check_output, new_folder
-from openelm_mlx.checkpoint import PROVENANCE, generation_eos
+from openelm_mlx.checkpoint import PROVENANCE, copy_generation, generation_eos
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.dtypes import parse_dtype
-from openelm_mlx.errors import ConfigError, OpenELMError
+from openelm_mlx.errors import OpenELMError
 from openelm_mlx.finetune.effect import Effect, measure, not_enough_memory
 from openelm_mlx.outputs import is_our_model, require_apart, require_room
 from openelm_mlx.progress import SILENT, Progress
@@ -98,8 +96,7 @@ def fuse(
         write_json(folder / "config.json", {**fusion.config_json(), PROVENANCE: provenance})
         if tokenizer:
             tokenizer.save(folder)
-        if files.is_there(base / "generation_config.json", ConfigError):
-            shutil.copyfile(base / "generation_config.json", folder / "generation_config.json")
+        copy_generation(base, folder)
     return Result(
         folder=out,
         config=fusion.config,
@@ -149,7 +146,7 @@ def _provenance(
         "base_commit": commit,
         "base_precision": fusion.base_precision,
         "adapter": name,
-        "adapter_sha256": hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest(),
+        "adapter_sha256": files.sha256(folder / TENSORS),
         "adapter_trained_on": adapter.precision,
         **asdict(adapter.config),
         "origin": adapter.origin,

@@ -14,15 +14,14 @@ from typing import Any
 from openelm_mlx import files, hub, plotting
 from openelm_mlx.atomic import check_output
 from openelm_mlx.finetune import loggers
+from openelm_mlx.finetune.data.dataset import Progress
 from openelm_mlx.finetune.data.preview import preview
 from openelm_mlx.finetune.data.splits import find_splits
 from openelm_mlx.finetune.environment import changed_inputs, changed_machine, environment
 from openelm_mlx.finetune.metrics import read_metrics
-from openelm_mlx.finetune.optimizer import trainable
 from openelm_mlx.finetune.plots import draw
 from openelm_mlx.finetune.preparing import (
     Prepared,
-    Reading,
     bytes_needed,
     evaluated,
     open_base,
@@ -37,7 +36,6 @@ from openelm_mlx.finetune.run_folder import (
     RunError,
     RunFolder,
     State,
-    Tensors,
     holds_only_a_run,
     is_run,
 )
@@ -73,7 +71,7 @@ def finetune(
     *,
     force: bool = False,
     watcher: Watcher = NOBODY,
-    reading: Reading | None = None,
+    reading: Progress | None = None,
     on_signal: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Fine-tune a model.
@@ -108,7 +106,7 @@ def resume(
     changes: Mapping[str, Any] | None = None,
     force: bool = False,
     watcher: Watcher = NOBODY,
-    reading: Reading | None = None,
+    reading: Progress | None = None,
     on_signal: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Go on with a run that was stopped; its losses are those it would have had.
@@ -161,7 +159,7 @@ def _check_not_past(folder: RunFolder, plan: Plan) -> None:
         raise RunError(f"{folder.path}: {last.state.step} updates are made already, and {plan.steps} were asked for")
 
 
-def dry_run(settings: Settings, *, say: Callable[[str], None] = print, reading: Reading | None = None) -> list[str]:
+def dry_run(settings: Settings, *, say: Callable[[str], None] = print, reading: Progress | None = None) -> list[str]:
     """The first batch, token by token, and how long a run would be; nothing is trained and no weights are read."""
     base = open_base(settings)
     _, train, valid = read_data(settings, base, say, reading)
@@ -183,9 +181,9 @@ def _train(
     trainer = Trainer(p.model, p.settings)
     full = p.settings.method == "full"
 
-    def publish(weights: Tensors) -> None:
+    def publish() -> None:
         if not full:  # a whole model is too much to write each time
-            publish_adapter(folder.path, p.model, p.settings, weights, p.precision)
+            publish_adapter(folder.path, p.model, p.settings, p.precision)
 
     run = Run(trainer, folder, p.train, p.valid, p.plan, told, publish, on_signal)
     run.restore(folder.last() if resumed else None)
@@ -194,7 +192,7 @@ def _train(
         if full:
             publish_model(folder.path, p.model, p.settings, p.tokenizer, p.base)
         else:
-            publish(trainable(p.model))
+            publish()
         test = _test(p, run)
     finally:
         told.end()

@@ -15,13 +15,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_flatten
 
 from openelm_mlx import device
 from openelm_mlx.cpu import backprop, ops
 from openelm_mlx.finetune.data.types import Batch, Ids
+from openelm_mlx.layer_paths import EMBEDDING, HEAD
 from openelm_mlx.model import OpenELM
 from openelm_mlx.packed import PackedRows
+from openelm_mlx.trees import trainable
 
 LOGITS = 1 << 24
 """Logits made at a time: 512 rows of a vocabulary of 32,000, 64 MB."""
@@ -127,7 +128,7 @@ def hidden_states(model: OpenELM, batch: Arrays) -> mx.array:
     """``(N, D)``: what the head makes the trained positions' logits of."""
     rows: Any = None
     if batch.starts is not None:
-        rows = [PackedRows(batch.starts, batch.documents)] * len(model.layers)
+        rows = [PackedRows(batch.starts)] * len(model.layers)
     hidden = model.transformer(batch.ids, rows)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     # Where everything is trained, gathering would only copy, and its gradient is slow.
@@ -138,7 +139,7 @@ def summed_loss(model: OpenELM, hidden: mx.array, targets: mx.array, weights: mx
     """The weighted sum of the cross entropies of hidden states ``(N, D)``; has gradients of the first order."""
     total, by_hidden, by_trained = loss_and_gradients(model, mx.stop_gradient(hidden), targets, weights)
     total = _with_gradient(total, hidden, by_hidden)
-    own = dict(_flat(head_of(model)[1].trainable_parameters()))
+    own = trainable(head_of(model)[1])
     for name, gradient in by_trained.items():
         total = _with_gradient(total, own[name], gradient)
     return total
@@ -147,8 +148,8 @@ def summed_loss(model: OpenELM, hidden: mx.array, targets: mx.array, weights: mx
 def head_of(model: OpenELM) -> tuple[str, nn.Module]:
     """The output head's name and itself: with tied embeddings the embedding."""
     if model.config.share_input_output_layers:
-        return "transformer.token_embeddings", model.transformer.token_embeddings
-    return "lm_head", model.lm_head
+        return EMBEDDING, model.transformer.token_embeddings
+    return HEAD, model.lm_head
 
 
 def loss_and_gradients(
@@ -186,7 +187,7 @@ def _piece(
     model: OpenELM, head: nn.Module, hidden: mx.array, targets: mx.array, weights: mx.array
 ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
     """The same for a few rows."""
-    own = dict(_flat(head.trainable_parameters()))
+    own = trainable(head)
 
     def logits(hidden: mx.array, *parameters: mx.array) -> mx.array:
         head.load_weights(list(zip(own, parameters, strict=True)), strict=False)
@@ -227,8 +228,3 @@ def _with_gradient(value: mx.array, x: mx.array, gradient: mx.array) -> mx.array
     A function with a gradient of its own cannot be compiled (MLX 0.32).
     """
     return value + (mx.stop_gradient(gradient) * (x - mx.stop_gradient(x))).astype(mx.float32).sum()
-
-
-def _flat(tree: Any) -> list[tuple[str, mx.array]]:
-    flat: list[tuple[str, mx.array]] = tree_flatten(tree)  # type: ignore[assignment]
-    return flat

@@ -94,8 +94,8 @@ def require(needed: Estimate, settings: Settings) -> None:
     Raises:
         TooLargeError: with the figures, and what of the settings would make it smaller.
     """
-    memory = device.memory()
-    if not memory or needed.total <= memory.available:
+    memory = device.too_little(needed.total)
+    if memory is None:
         return
     ways = ["a smaller --batch-size (with --accumulation the updates stay the same)", "a smaller --max-length"]
     if not settings.gradient_checkpointing:
@@ -104,5 +104,5 @@ def require(needed: Estimate, settings: Settings) -> None:
         ways.append("--method lora")
     raise TooLargeError(
         f"{settings.model}: fine-tuning so needs {needed.total / 1e9:.2f} GB ({needed}), and there are "
-        f"{memory.available / 1e9:.2f} GB ({memory.source}); use {', '.join(ways)}; --force tries all the same"
+        f"{memory}; use {', '.join(ways)}; --force tries all the same"
     )

@@ -9,28 +9,22 @@ computes what we compute.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from openelm_mlx import files
 from openelm_mlx.adapters import Adapter, AdapterError
-from openelm_mlx.checkpoint import PROVENANCE
-from openelm_mlx.dtypes import SAFETENSORS
+from openelm_mlx.checkpoint import PROVENANCE, copy_generation
+from openelm_mlx.dtypes import STORED
 from openelm_mlx.errors import CheckpointError
 from openelm_mlx.finetune.basemodel import BaseModel
-from openelm_mlx.finetune.forms import EMBEDDING
+from openelm_mlx.layer_paths import EMBEDDING, HEAD
 from openelm_mlx.rawtensor import RawTensor
 from openelm_mlx.tokenizer import Tokenizer
 from openelm_mlx.version import __version__
 from openelm_mlx.writer import TensorSpec, write_json, write_weights
-
-HEAD = "lm_head"
-
-_STORED = {name: dtype for dtype, name in SAFETENSORS.items()}
 
 
 def needs_own_base(adapter: Adapter, base: BaseModel | None) -> bool:
@@ -90,9 +84,7 @@ def write_base(base: BaseModel, adapter: Adapter, folder: Path) -> None:
     write_json(folder / "config.json", _config(base, adapter))
     if tokenizer := Tokenizer.from_folder(base.folder):
         tokenizer.save(folder)
-    generation = base.folder / "generation_config.json"
-    if files.is_there(generation, CheckpointError):
-        shutil.copyfile(generation, folder / generation.name)
+    copy_generation(base.folder, folder)
 
 
 _Written = dict[str, tuple[TensorSpec, Callable[[], mx.array]]]
@@ -111,14 +103,14 @@ def _unpacked(base: BaseModel) -> _Written:
 
 
 def _spec(base: BaseModel, name: str, tensor: RawTensor) -> TensorSpec:
-    if tensor.dtype not in _STORED:
+    if tensor.dtype not in STORED:
         raise CheckpointError(f"{base.folder}: {name} is stored as {tensor.dtype}, which cannot be copied; convert it")
-    return TensorSpec(name, _STORED[tensor.dtype], tensor.shape)
+    return TensorSpec(name, STORED[tensor.dtype], tensor.shape)
 
 
 def _float(base: BaseModel, path: str) -> mx.Dtype:
     """What a layer's weight is in floating point: as stored, or as its scales are."""
-    return _STORED[base.tensors[f"{path}.{'scales' if base.packed(path) else 'weight'}"].dtype]
+    return STORED[base.tensors[f"{path}.{'scales' if base.packed(path) else 'weight'}"].dtype]
 
 
 def _config(base: BaseModel, adapter: Adapter) -> dict[str, Any]:

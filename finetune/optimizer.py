@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 
 from openelm_mlx.finetune.settings import Settings
-
-Tensors = dict[str, mx.array]
+from openelm_mlx.trees import Tensors, nested, trainable
 
 _AT_ONCE = 1 << 28
 """Bytes of parameters updated at a time: old and new values of all of them at once would not fit."""
@@ -100,22 +97,6 @@ def _adamw(
     parameter = parameter * (1 - learning_rate * decay)
     step = (learning_rate / mean_share) * mean / (mx.sqrt(square) / root_share + eps)
     return parameter - step, mean, square
-
-
-def trainable(model: nn.Module) -> Tensors:
-    """Trainable parameters by name."""
-    return flat(model.trainable_parameters())
-
-
-def flat(tree: Any) -> Tensors:
-    """The arrays of a tree by their paths."""
-    found: Any = tree_flatten(tree)
-    return dict(found)
-
-
-def nested(tensors: Tensors) -> Any:
-    """Arrays by their paths as a tree, as modules take them."""
-    return tree_unflatten(list(tensors.items()))
 
 
 def _groups(parameters: Tensors) -> list[list[str]]:

@@ -24,7 +24,8 @@ from openelm_mlx.adapters.patterns import layer_pattern
 from openelm_mlx.checkpoint import open_file
 from openelm_mlx.errors import CheckpointError, OpenELMError
 from openelm_mlx.finetune.basemodel import BaseModel
-from openelm_mlx.finetune.forms import EMBEDDING, Update, assembled, difference, target_names
+from openelm_mlx.finetune.forms import Update, assembled, difference, target_names
+from openelm_mlx.layer_paths import EMBEDDING
 from openelm_mlx.rawtensor import RawTensor
 
 TENSORS = "adapter_model.safetensors"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from openelm_mlx import device, hub, plotting
@@ -11,9 +12,9 @@ from openelm_mlx.adapters import attach, count_parameters
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.finetune import loggers, memory
 from openelm_mlx.finetune.data.batches import Batches
-from openelm_mlx.finetune.data.dataset import Data, Dataset, open_data
+from openelm_mlx.finetune.data.dataset import Data, Dataset, Progress, open_data
 from openelm_mlx.finetune.data.types import Batch
-from openelm_mlx.finetune.optimizer import trainable, warmup_steps
+from openelm_mlx.finetune.optimizer import warmup_steps
 from openelm_mlx.finetune.results import adapter_config
 from openelm_mlx.finetune.settings import Settings, SettingsError
 from openelm_mlx.finetune.trainer import Plan
@@ -28,9 +29,7 @@ from openelm_mlx.loading import (
 )
 from openelm_mlx.model import OpenELM
 from openelm_mlx.tokenizer import Tokenizer
-
-Reading = Callable[[int, int], None]
-"""Told how much of the data is read, and how much there is."""
+from openelm_mlx.trees import trainable
 
 _FEW = 100
 """Updates below which the default learning rate gets nowhere."""
@@ -44,8 +43,9 @@ class Base:
     config: OpenELMConfig
     tokenizer: Tokenizer
     dtype: str
+    parameters: int
     trained: int
-    """Parameters that will be trained."""
+    """How many of them, or beside them, will be trained."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def open_base(settings: Settings) -> Base:
             "them alone"
         )
     skeleton = OpenELM(config)  # nothing of it is computed
-    trained = _size(skeleton) if settings.method == "full" else count_parameters(skeleton, adapter_config(settings))
+    parameters = sum(p.size for p in trainable(skeleton).values())
+    trained = parameters if settings.method == "full" else count_parameters(skeleton, adapter_config(settings))
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is None:
         raise SettingsError(
@@ -89,15 +90,11 @@ def open_base(settings: Settings) -> Base:
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "float32" if device.backend() == "cpu" else "bfloat16"
-    return Base(folder, config, tokenizer, dtype, trained)
-
-
-def _size(model: OpenELM) -> int:
-    return sum(p.size for p in trainable(model).values())
+    return Base(folder, config, tokenizer, dtype, parameters, trained)
 
 
 def read_data(
-    settings: Settings, base: Base, say: Callable[[str], None], reading: Reading | None
+    settings: Settings, base: Base, say: Callable[[str], None], reading: Progress | None
 ) -> tuple[Data, Batches, list[Batch]]:
     """All of a run's data, its training batches, and the batches to validate on.
 
@@ -140,8 +137,7 @@ def evaluated(settings: Settings, dataset: Dataset | None, length: int, most: in
     """The batches of a data set that is evaluated, of examples up to `length`; the first `most` unless that is 0."""
     if dataset is None:
         return []
-    batches = list(_batches(settings, dataset, length, shuffle=False).epoch(0))
-    return batches[:most] if most else batches
+    return list(islice(_batches(settings, dataset, length, shuffle=False).epoch(0), most or None))
 
 
 def plan_of(settings: Settings, train: Batches) -> Plan:
@@ -159,7 +155,7 @@ def plan_of(settings: Settings, train: Batches) -> Plan:
     return plan
 
 
-def prepare(settings: Settings, watcher: Watcher, reading: Reading | None, *, force: bool) -> Prepared:
+def prepare(settings: Settings, watcher: Watcher, reading: Progress | None, *, force: bool) -> Prepared:
     """Everything that a run needs, the model loaded and with its adapters.
 
     Raises:
@@ -179,7 +175,7 @@ def prepare(settings: Settings, watcher: Watcher, reading: Reading | None, *, fo
         model.unfreeze()
     else:
         attach(model, adapter_config(settings), seed=settings.seed)
-    share = base.trained / _size(OpenELM(base.config))
+    share = base.trained / base.parameters
     watcher.say(f"training {base.trained:,} parameters ({share:.2%}), updates: {plan.steps:,}")
     if plan.steps < _FEW and settings.highest_rate <= Settings(method=settings.method).highest_rate:
         watcher.say(

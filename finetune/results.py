@@ -9,15 +9,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
-from openelm_mlx.adapters import Adapter, AdapterConfig, architecture, save_adapter
-from openelm_mlx.checkpoint import PROVENANCE
+from openelm_mlx.adapters import AdapterConfig, adapter_from, save_adapter
+from openelm_mlx.checkpoint import PROVENANCE, copy_generation
 from openelm_mlx.dtypes import dtype_name, precision_name
-from openelm_mlx.finetune.run_folder import RunError, RunFolder, Tensors
+from openelm_mlx.finetune.run_folder import RunError, RunFolder
 from openelm_mlx.finetune.settings import Settings
 from openelm_mlx.model import OpenELM
 from openelm_mlx.tokenizer import Tokenizer
+from openelm_mlx.trees import flat
 from openelm_mlx.version import __version__
 from openelm_mlx.writer import TensorSpec, write_json, write_weights
 
@@ -38,10 +37,10 @@ def adapter_config(settings: Settings) -> AdapterConfig:
     )
 
 
-def publish_adapter(run: Path, model: OpenELM, settings: Settings, weights: Tensors, base_precision: str) -> None:
-    """Write ``adapters.safetensors`` and ``adapter_config.json`` of these weights at the run's top."""
+def publish_adapter(run: Path, model: OpenELM, settings: Settings, base_precision: str) -> None:
+    """Write the two files of the model's adapter, as it is now, at the run's top."""
     origin = {"base_model": settings.model, "base_revision": settings.revision}
-    adapter = Adapter(adapter_config(settings), weights, architecture(model.config), base_precision, origin)
+    adapter = adapter_from(model, adapter_config(settings), precision=base_precision, **origin)
     _put(run, lambda folder: save_adapter(folder, adapter), last="adapters.safetensors")
 
 
@@ -49,12 +48,11 @@ def publish_model(run: Path, model: OpenELM, settings: Settings, tokenizer: Toke
     """Write the whole model, as it is now, at the run's top: an ordinary model folder."""
 
     def fill(folder: Path) -> None:
-        arrays = _parameters(model)
+        arrays = flat(model.parameters())
         specs = [TensorSpec(name, a.dtype, tuple(a.shape)) for name, a in arrays.items()]
         write_weights(folder, specs, arrays.values())
         tokenizer.save(folder)
-        if (source / "generation_config.json").is_file():
-            shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
+        copy_generation(source, folder)
         dtype = model.transformer.norm.weight.dtype
         told = {
             "tool_version": __version__,
@@ -67,13 +65,6 @@ def publish_model(run: Path, model: OpenELM, settings: Settings, tokenizer: Toke
         write_json(folder / "config.json", config)
 
     _put(run, fill, last="config.json")
-
-
-def _parameters(model: OpenELM) -> dict[str, mx.array]:
-    from mlx.utils import tree_flatten
-
-    flat: Any = tree_flatten(model.parameters())
-    return dict(flat)
 
 
 def _put(run: Path, fill: Callable[[Path], None], *, last: str) -> None:

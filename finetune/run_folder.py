@@ -21,14 +21,13 @@ from openelm_mlx.errors import CheckpointError, OpenELMError
 from openelm_mlx.finetune.metrics import FILE as METRICS
 from openelm_mlx.finetune.settings import Settings
 from openelm_mlx.safetensorsfile import read_safetensors
+from openelm_mlx.trees import Tensors
 from openelm_mlx.writer import write_json
 
 CONFIG, ENVIRONMENT, PLOT = "config.yaml", "environment.json", "loss.png"
 CHECKPOINTS, BEST = "checkpoints", "best"
 _WEIGHTS, _OPTIMIZER, _STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
-
-Tensors = dict[str, mx.array]
 
 
 class RunError(OpenELMError):
@@ -161,6 +160,10 @@ class RunFolder:
     def checkpoints(self) -> list[Path]:
         """The checkpoints there are, the oldest first."""
         return _by_step(self.path / CHECKPOINTS)
+
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step."""
+        return _is_checkpoint(self.path / CHECKPOINTS / _name(step))
 
     def last(self) -> Checkpoint | None:
         """The newest checkpoint; None when the run had not come as far as one.

@@ -16,10 +16,11 @@ from openelm_mlx import device
 from openelm_mlx.errors import OpenELMError
 from openelm_mlx.finetune.data.types import Batch
 from openelm_mlx.finetune.losses import Arrays, batch_loss, cpu_loss_and_gradients, loss_alone
-from openelm_mlx.finetune.optimizer import AdamW, Tensors, flat, gradient_norm, trainable
+from openelm_mlx.finetune.optimizer import AdamW, gradient_norm
 from openelm_mlx.finetune.recompute import recompute_layers
 from openelm_mlx.finetune.settings import Settings
 from openelm_mlx.model import OpenELM
+from openelm_mlx.trees import Tensors, flat, trainable
 
 
 class NotFinite(OpenELMError):

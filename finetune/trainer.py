@@ -16,11 +16,12 @@ import mlx.core as mx
 
 from openelm_mlx.finetune.data.batches import Batches
 from openelm_mlx.finetune.data.types import Batch
-from openelm_mlx.finetune.optimizer import learning_rate, nested, trainable
-from openelm_mlx.finetune.run_folder import Checkpoint, RunError, RunFolder, State, Tensors
+from openelm_mlx.finetune.optimizer import learning_rate
+from openelm_mlx.finetune.run_folder import Checkpoint, RunError, RunFolder, State
 from openelm_mlx.finetune.settings import Settings
 from openelm_mlx.finetune.step import NotFinite, Trainer
 from openelm_mlx.finetune.watching import Watcher
+from openelm_mlx.trees import Tensors, nested, trainable
 
 EVALUATIONS = 10
 """In a run, unless it is told how often."""
@@ -28,8 +29,8 @@ EVALUATIONS = 10
 _NAMED = 8
 """Examples that a message about a batch names."""
 
-Publish = Callable[[Tensors], None]
-"""Puts trained parameters where people look for the result."""
+Publish = Callable[[], None]
+"""Puts the parameters that the model has where people look for the result."""
 
 
 class Stopped(Exception):
@@ -68,7 +69,7 @@ class Run:
         valid: batches to validate on, the same each time; none to do without.
         plan: how long, and when what.
         watcher: told what happens.
-        publish: called with the best parameters so far whenever they change, and at the end.
+        publish: called when the model has the best parameters so far.
         on_signal: called in a signal's handler, where little may be done.
     """
 
@@ -196,7 +197,7 @@ class Run:
         if math.isfinite(loss) and (self.state.best_loss is None or loss < self.state.best_loss):
             self.state.best_loss, self.state.best_step, self.state.stale = loss, step, 0
             self.folder.save_best(trainable(self.trainer.model), self.state)
-            self.publish(trainable(self.trainer.model))
+            self.publish()
         else:
             self.state.stale += 1
         self.record(metrics)
@@ -209,11 +210,11 @@ class Run:
 
     def _save(self) -> None:
         state = self.state
-        if f"{state.step:06d}" not in {p.name.removeprefix("step-") for p in self.folder.checkpoints()}:
+        if not self.folder.has(state.step):
             weights, optimizer = trainable(self.trainer.model), self.trainer.optimizer.state
             self.folder.save(Checkpoint(state, weights, optimizer), self.settings.keep)
             if not self.valid:
-                self.publish(weights)
+                self.publish()
         if self._signal is not None:
             raise Stopped(self._signal)
 

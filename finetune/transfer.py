@@ -18,7 +18,7 @@ from openelm_mlx.errors import OpenELMError
 from openelm_mlx.finetune import corenet, mlxlm, peft
 from openelm_mlx.finetune.basemodel import BaseModel
 from openelm_mlx.finetune.choices import FORMS
-from openelm_mlx.finetune.forms import EMBEDDING
+from openelm_mlx.layer_paths import EMBEDDING
 from openelm_mlx.outputs import require_apart
 from openelm_mlx.version import __version__
 from openelm_mlx.writer import write_json

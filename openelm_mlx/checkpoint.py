@@ -5,6 +5,7 @@ Hugging Face's and mlx-lm's layouts: ``model.safetensors`` or shards with an ind
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from openelm_mlx import files
 from openelm_mlx.errors import CheckpointError, ConfigError
 from openelm_mlx.rawtensor import RawTensor
 from openelm_mlx.safetensorsfile import read_safetensors
+
+GENERATION = "generation_config.json"
 
 PROVENANCE = "openelm_mlx"
 """The key of config.json under which a conversion's own facts are kept."""
@@ -26,10 +29,21 @@ def generation_eos(folder: Path) -> tuple[int, ...]:
     Raises:
         ConfigError: the file is broken.
     """
-    path = folder / "generation_config.json"
+    path = folder / GENERATION
     if not files.is_there(path, ConfigError):
         return ()
     return token_ids(path, "eos_token_id", files.read_json(path, ConfigError).get("eos_token_id"))
+
+
+def copy_generation(source: Path, folder: Path) -> None:
+    """Give a model folder that is being written the ``generation_config.json`` of its source, if that has one.
+
+    Raises:
+        ConfigError: something else than a file is there.
+    """
+    path = source / GENERATION
+    if files.is_there(path, ConfigError):
+        shutil.copyfile(path, folder / GENERATION)
 
 
 def token_ids(path: Path, key: str, value: object) -> tuple[int, ...]:

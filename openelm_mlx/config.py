@@ -39,6 +39,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 ACTIVATIONS = ("swish", "silu")
 NORMS = ("rms_norm",)
 
+MAX_PADDING_ROWS = 128
+"""Surplus embedding rows taken for CoreNet's padding; its vocabulary was padded to a multiple of 128 (32,128)."""
+
 _SIZES = ("vocab_size", "num_transformer_layers", "model_dim", "head_dim")
 _WHOLE = (*_SIZES, "max_context_length", "ffn_dim_divisor", "rope_max_length")
 _LARGEST = 1 << 24

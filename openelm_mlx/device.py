@@ -167,6 +167,15 @@ class Memory:
     available: int
     source: str
 
+    def __str__(self) -> str:
+        return f"{self.available / 1e9:.2f} GB ({self.source})"
+
+
+def too_little(needed: float) -> Memory | None:
+    """The memory there is, if it is known and has not these many bytes."""
+    there = memory()
+    return there if there and needed > there.available else None
+
 
 def memory() -> Memory | None:
     """Memory a model can be loaded into; None where nothing tells."""

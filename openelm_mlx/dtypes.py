@@ -23,6 +23,10 @@ SAFETENSORS = {
 }
 
 
+STORED = {name: dtype for dtype, name in SAFETENSORS.items()}
+"""The same the other way round."""
+
+
 def parse_dtype(dtype: str | mx.Dtype) -> mx.Dtype:
     """A floating dtype from its name (``bf16``, ``float32``, ...) or itself."""
     if isinstance(dtype, mx.Dtype):

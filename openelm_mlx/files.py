@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from openelm_mlx.errors import OpenELMError
@@ -47,6 +49,15 @@ def read(path: Path, error: type[OpenELMError], largest: int = LARGEST_TEXT) -> 
     if len(data) > largest:
         raise error(f"{path}: too large for what it is taken for (over {largest:,} bytes)")
     return data
+
+
+def sha256(path: Path, stop: Event | None = None) -> str:
+    """Hex digest of a file's bytes; of those read so far once `stop` is set."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as f:
+        while not (stop and stop.is_set()) and (chunk := f.read(1 << 22)):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def read_json(path: Path, error: type[OpenELMError]) -> dict[str, Any]:

@@ -1,9 +1,13 @@
-"""Naming many layers in few words."""
+"""Layers' paths: of those outside of the decoder's layers, and naming many in few words."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+
+EMBEDDING = "transformer.token_embeddings"
+HEAD = "lm_head"
+"""The output head, where it is not the embedding."""
 
 _LAYER = re.compile(r"(?:transformer\.)?layers\.(\d+)\.(.+)")
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from openelm_mlx import device, files
 from openelm_mlx.checkpoint import PROVENANCE, check_names, generation_eos, open_weights
@@ -24,6 +23,7 @@ from openelm_mlx.model import OpenELM
 from openelm_mlx.quantize import apply_config
 from openelm_mlx.safetensorsfile import is_safetensors
 from openelm_mlx.settings import CPU_WEIGHTS
+from openelm_mlx.trees import flat
 
 if TYPE_CHECKING:
     from openelm_mlx.rawtensor import RawTensor
@@ -210,8 +210,7 @@ def evaluate(model: nn.Module) -> None:
 
 
 def _parameters(model: nn.Module) -> list[mx.array]:
-    flat: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
-    return [parameter for _, parameter in flat]
+    return list(flat(model.parameters()).values())
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
@@ -259,8 +258,7 @@ def build(
 
 def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Every parameter's name and shape, in the model's order."""
-    flat: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
-    return {name: tuple(p.shape) for name, p in flat}
+    return {name: tuple(p.shape) for name, p in flat(model.parameters()).items()}
 
 
 def check_float16(config: OpenELMConfig, doing: str) -> None:
@@ -334,11 +332,11 @@ def require_memory(
     Raises:
         TooLargeError: it does not fit.
     """
-    memory, needed = device.memory(), memory_needed(folder, dtype, cpu_weights, adapter)
-    if memory and needed > memory.available:
+    needed = memory_needed(folder, dtype, cpu_weights, adapter)
+    if memory := device.too_little(needed):
         raise TooLargeError(
-            f"{folder}: needs {needed / 1e9:.2f} GB to run, and there are {memory.available / 1e9:.2f} GB "
-            f"({memory.source}); use a smaller precision (openelm convert --precision 4bit), or --force to try"
+            f"{folder}: needs {needed / 1e9:.2f} GB to run, and there are {memory}; "
+            "use a smaller precision (openelm convert --precision 4bit), or --force to try"
         )
 
 

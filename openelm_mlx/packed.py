@@ -16,19 +16,17 @@ class PackedRows:
 
     Args:
         starts: ``(B, L)`` int32: where in its row the document that each token belongs to begins.
-        documents: of each row, the lengths of its documents: lets a CPU leave out keys that nobody sees.
     """
 
-    def __init__(self, starts: mx.array, documents: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(self, starts: mx.array) -> None:
         self.starts = starts
         self.offset = mx.arange(starts.shape[1], dtype=mx.int32) - starts
         """``(B, L)``: each token's position in its document. Two-dimensional, unlike other caches' offsets."""
-        self.documents = documents
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[int]], length: int) -> PackedRows:
         """From the lengths of each row's documents, and the rows' common length."""
-        return cls(mx.array(row_starts(documents, length), dtype=mx.int32), documents)
+        return cls(mx.array(row_starts(documents, length), dtype=mx.int32))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Nothing is kept."""

@@ -118,11 +118,10 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 def _weights(folder: Path) -> dict[str, mx.array]:
     """A folder's weights by CoreNet's names: as stored, packed ones unpacked to float32."""
-    from mlx.utils import tree_flatten
-
     from openelm_mlx.benchmarks.peers.onmlx import to_float32
     from openelm_mlx.checkpoint import open_weights
     from openelm_mlx.loading import build, config_of, read_model_config
+    from openelm_mlx.trees import flat
 
     values, tensors = read_model_config(folder), open_weights(folder)
     quantization = values.get("quantization")
@@ -130,8 +129,10 @@ def _weights(folder: Path) -> dict[str, mx.array]:
     model.load_weights([(name, tensor.read()) for name, tensor in tensors.items()])
     if quantization:
         to_float32(model)
-    flat: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
-    return {name.removeprefix("transformer.").replace("lm_head.", "classifier."): value for name, value in flat}
+    return {
+        name.removeprefix("transformer.").replace("lm_head.", "classifier."): value
+        for name, value in flat(model.parameters()).items()
+    }
 
 
 load = CoreNet

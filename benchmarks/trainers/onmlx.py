@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from openelm_mlx.benchmarks.peers.base import process_peak_gb
 from openelm_mlx.benchmarks.trainers.base import About, Step
 from openelm_mlx.dtypes import dtype_name
 from openelm_mlx.errors import OpenELMError
+from openelm_mlx.trees import trainable
 
 REMEDY = "train in bfloat16 or float32"
 """What to do about a loss that is not finite."""
@@ -22,9 +22,8 @@ REMEDY = "train in bfloat16 or float32"
 
 def about(model: Any, backend: str, blas: str, versions: dict[str, str]) -> About:
     """What there is to say of an OpenELM, this project's or mlx-lm's, that is ready to be trained."""
-    flat: Any = tree_flatten(model.trainable_parameters())
     return About(
-        trained=sum(array.size for _, array in flat),
+        trained=sum(array.size for array in trainable(model).values()),
         parameters=parameters(model),
         dtype=dtype_name(model.transformer.norm.weight.dtype),
         blas=blas if backend == "cpu" else f"MLX's {backend} kernels",

@@ -74,7 +74,12 @@ class AdapterConfig:
     @property
     def scale(self) -> float:
         """What the update is multiplied by."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return scale_of(self.alpha, self.rank, rslora=self.rslora)
+
+
+def scale_of(alpha: float, rank: int, *, rslora: bool) -> float:
+    """What an update of this strength and rank is multiplied by."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
 
 
 def rank_number(name: str, value: Any) -> int:

@@ -16,8 +16,9 @@ from openelm_mlx.adapters.files import Adapter, check_fits
 from openelm_mlx.adapters.layers import PARTS, adapted, weight_of
 from openelm_mlx.checkpoint import open_weights
 from openelm_mlx.config import OpenELMConfig
-from openelm_mlx.dtypes import SAFETENSORS, dtype_name
+from openelm_mlx.dtypes import STORED, dtype_name, precision_name
 from openelm_mlx.errors import CheckpointError
+from openelm_mlx.layer_paths import EMBEDDING, HEAD
 from openelm_mlx.loading import (
     build,
     check_float16,
@@ -31,10 +32,7 @@ from openelm_mlx.model import OpenELM
 from openelm_mlx.quantize import Quantization, quantize_weight
 from openelm_mlx.writer import TensorSpec
 
-EMBEDDING = "transformer.token_embeddings"
-HEAD = "lm_head"
-
-_STORED = {name: dtype for dtype, name in SAFETENSORS.items()} | {"F64": mx.float32}
+_STORED = {**STORED, "F64": mx.float32}
 """What tensors of these stored dtypes are read, and written again, as."""
 
 _PACKABLE = (2, 4, 8)
@@ -92,7 +90,7 @@ class Fusion:
         """What the result is stored in, as :func:`openelm_mlx.loading.precision_of` says it."""
         if self._requantize:
             return self.base_precision
-        return {mx.bfloat16: "bf16", mx.float16: "fp16", mx.float32: "fp32"}[self.dtype]
+        return precision_name(self.dtype)
 
     def config_json(self) -> dict[str, Any]:
         """config.json of the result, without its provenance."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from openelm_mlx.cli.status_line import status_line
 from openelm_mlx.errors import OpenELMError
 from openelm_mlx.settings import DEFAULT_MAX_TOKENS, Sampling
 
@@ -117,7 +118,7 @@ def generate(
         max_tokens,
         stop=stop or (),
         ignore_eos=ignore_eos,
-        prompt_progress_callback=None if quiet or not sys.stderr.isatty() else _show_progress,
+        prompt_progress_callback=_reading(quiet),
         **sampling,
     )
     seen = _Seen(print_text=not as_json)
@@ -130,10 +131,12 @@ def generate(
         raise KeyboardInterrupt
 
 
-def _show_progress(done: int, total: int) -> None:
+def _reading(quiet: bool) -> Callable[[int, int], None] | None:
     """One line that the text then replaces: a long prompt takes seconds on a slow machine."""
-    line = f"reading the prompt: {done} of {total} tokens" if done < total else ""
-    print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
+    show = status_line(quiet=quiet)
+    if show is None:
+        return None
+    return lambda done, total: show(f"reading the prompt: {done} of {total} tokens" if done < total else "")
 
 
 def _read_prompt(prompt: str) -> str:

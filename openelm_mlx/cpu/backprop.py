@@ -14,12 +14,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 
 from openelm_mlx.adapters.layers import LoRALinear
 from openelm_mlx.cpu import kernels, ops, segments
 from openelm_mlx.cpu.segments import Segment
+from openelm_mlx.layer_paths import EMBEDDING
 from openelm_mlx.model import Attention, DecoderLayer, FeedForward, OpenELM, add_projection, rope_angles
+from openelm_mlx.trees import nested, trainable
 
 Gradients = dict[str, mx.array]
 Head = Callable[[mx.array], tuple[mx.array, mx.array, Gradients]]
@@ -130,8 +131,8 @@ class _Pass:
                 state = self._layer(n, decoder.layers[n], state)[1]
             change = self._layer_back(n, decoder.layers[n], state, change)
             mx.eval(change, self.gradients)
-        if self.first == 0 and _trained(decoder.token_embeddings):
-            self._pull("transformer.token_embeddings", decoder.token_embeddings, lambda: self._embed(), [], [change])
+        if self.first == 0 and trainable(decoder.token_embeddings):
+            self._pull(EMBEDDING, decoder.token_embeddings, lambda: self._embed(), [], [change])
         mx.eval(self.gradients)
         return loss, self.gradients
 
@@ -181,7 +182,7 @@ class _Pass:
         self._draw(n, 1)
         (inner,) = self._pull(f"{path}.attn.out_proj", attn.out_proj, attn.out_proj, [kept.attended], [change])
         inner = self._through_attention(path, attn, kept, inner)
-        on = n > self.first or _trained(layer.attn_norm) or _trained(self.model.transformer.token_embeddings)
+        on = n > self.first or trainable(layer.attn_norm) or trainable(self.model.transformer.token_embeddings)
         self._draw(n, 0)
         if not on:  # nothing before this projection is trained
             self._pull(f"{path}.attn.qkv_proj", attn.qkv_proj, lambda: attn.qkv_proj(attn_in), [], [inner])
@@ -198,11 +199,11 @@ class _Pass:
             heads.q, heads.k, heads.v, self.rows.segments, kept.weights, output, change
         )
         inputs = self._head_inputs(attn, kept.qkv)
-        if not (attn.normalize_qk and (_trained(attn.q_norm) or _trained(attn.k_norm))):
+        if not (attn.normalize_qk and (trainable(attn.q_norm) or trainable(attn.k_norm))):
             return _prepare_gradient(*inputs, *found, **_sizes(attn))
         by_qkv, by_q, by_k = _prepare_gradients(*inputs, *found, **_sizes(attn))
-        self._add({f"{path}.attn.q_norm.weight": by_q} if _trained(attn.q_norm) else {})
-        self._add({f"{path}.attn.k_norm.weight": by_k} if _trained(attn.k_norm) else {})
+        self._add({f"{path}.attn.q_norm.weight": by_q} if trainable(attn.q_norm) else {})
+        self._add({f"{path}.attn.k_norm.weight": by_k} if trainable(attn.k_norm) else {})
         return by_qkv
 
     def _head_inputs(self, attn: Attention, qkv: mx.array) -> list[Any]:
@@ -220,23 +221,23 @@ class _Pass:
         changes: Sequence[mx.array],
     ) -> list[mx.array]:
         """Gradients by the inputs of a module's function; those by its trained parameters are added."""
-        own = _trained(module)
+        own = trainable(module)
         if not (own or inputs):
             return []
 
         def run(*arrays: mx.array) -> Any:
-            module.update(tree_unflatten(list(zip(own, arrays[len(inputs) :], strict=True))))
+            module.update(nested(dict(zip(own, arrays[len(inputs) :], strict=True))))
             return function(*arrays[: len(inputs)])
 
         try:
             found = mx.vjp(run, [*inputs, *own.values()], list(changes))[1]
         finally:
-            module.update(tree_unflatten(list(own.items())))
+            module.update(nested(own))
         self._add({f"{path}.{name}": g for name, g in zip(own, found[len(inputs) :], strict=True)})
         return found[: len(inputs)]
 
     def _through_norm(self, path: str, norm: nn.Module, x: mx.array, change: mx.array) -> mx.array:
-        if _trained(norm):
+        if trainable(norm):
             self._add({f"{path}.weight": kernels.norm_weight_gradient(x, norm.eps, change)})
         return kernels.norm_gradient(x, norm.weight, norm.eps, change)
 
@@ -249,20 +250,15 @@ class _Pass:
         mx.random.seed((self.seed + 4 * (layer + 1) + place) & 0xFFFFFFFF)
 
 
-def _trained(module: nn.Module) -> dict[str, mx.array]:
-    flat: Any = tree_flatten(module.trainable_parameters())
-    return dict(flat)
-
-
 def _normed(norm: nn.Module, x: mx.array) -> mx.array:
     return kernels.norm(x, norm.weight, norm.eps)
 
 
 def _first_trained(model: OpenELM) -> int:
-    if _trained(model.transformer.token_embeddings):
+    if trainable(model.transformer.token_embeddings):
         return 0
     layers = model.layers
-    return next((n for n, layer in enumerate(layers) if _trained(layer)), len(layers))
+    return next((n for n, layer in enumerate(layers) if trainable(layer)), len(layers))
 
 
 def _inside(ffn: FeedForward, x: mx.array) -> list[mx.array]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openelm_mlx import writer
+from openelm_mlx import files, writer
 from openelm_mlx.atomic import OutputError
 from openelm_mlx.convert import job
 from openelm_mlx.convert.job import Result, convert
@@ -128,7 +128,7 @@ def test_the_hash_is_of_the_whole_file(tmp_path: Path) -> None:
     """Larger than what is read at a time."""
     (tmp_path / "x").write_bytes(np.random.default_rng(0).bytes(9_000_001))
     expected = hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()
-    assert job.sha256(tmp_path / "x", Event()) == expected
+    assert files.sha256(tmp_path / "x", Event()) == expected
 
 
 def test_generation_config_is_copied(tmp_path: Path) -> None:

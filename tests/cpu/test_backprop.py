@@ -8,8 +8,8 @@ import pytest
 
 from openelm_mlx import device
 from openelm_mlx.finetune.losses import Arrays, cpu_loss_and_gradients, loss_alone
-from openelm_mlx.finetune.optimizer import Tensors, trainable
 from openelm_mlx.model import OpenELM
+from openelm_mlx.trees import Tensors, trainable
 from tests.finetune.made import alone, batch_of, distance, examples, model_of, stock_gradients
 
 pytestmark = pytest.mark.skipif(device.backend() != "cpu", reason="made for the CPU backend")

@@ -13,8 +13,8 @@ from openelm_mlx.adapters import AdapterConfig, attach
 from openelm_mlx.adapters.config import LINEARS
 from openelm_mlx.cpu.layers import speed_up
 from openelm_mlx.finetune.data.types import Batch, Encoded
-from openelm_mlx.finetune.optimizer import Tensors, flat, trainable
 from openelm_mlx.model import OpenELM
+from openelm_mlx.trees import Tensors, flat, trainable
 from tests.support.models import golden_model
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from openelm_mlx.finetune import losses
 from openelm_mlx.finetune.losses import Arrays, batch_loss, summed_loss
-from openelm_mlx.finetune.optimizer import Tensors, flat, trainable
 from openelm_mlx.model import OpenELM
+from openelm_mlx.trees import Tensors, flat, trainable
 from tests.finetune.made import alone, batch_of, distance, examples, model_of, stock_gradients
 
 CLOSE = 2e-5

@@ -11,10 +11,10 @@ import pytest
 from openelm_mlx import device
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.finetune import memory
-from openelm_mlx.finetune.optimizer import flat, trainable
 from openelm_mlx.finetune.settings import Settings
 from openelm_mlx.finetune.step import Trainer
 from openelm_mlx.loading import TooLargeError
+from openelm_mlx.trees import flat, trainable
 from tests.finetune.made import alone, examples, model_of
 from tests.support.models import golden_config
 

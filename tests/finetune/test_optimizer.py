@@ -12,8 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from openelm_mlx.finetune import optimizer
-from openelm_mlx.finetune.optimizer import AdamW, Tensors, gradient_norm, learning_rate, trainable, warmup_steps
+from openelm_mlx.finetune.optimizer import AdamW, gradient_norm, learning_rate, warmup_steps
 from openelm_mlx.finetune.settings import Settings
+from openelm_mlx.trees import Tensors, trainable
 
 Array = npt.NDArray[np.float64]
 SETTINGS = Settings(beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1)

@@ -12,10 +12,10 @@ import pytest
 from openelm_mlx import device
 from openelm_mlx.finetune.data.types import Batch
 from openelm_mlx.finetune.losses import Arrays
-from openelm_mlx.finetune.optimizer import Tensors, flat, trainable
 from openelm_mlx.finetune.settings import Settings
 from openelm_mlx.finetune.step import NotFinite, Trainer
 from openelm_mlx.model import OpenELM
+from openelm_mlx.trees import Tensors, flat, trainable
 from tests.finetune.made import alone, batch_of, distance, examples, model_of, stock_gradients
 from tests.support.models import golden_model
 
