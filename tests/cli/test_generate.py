@@ -15,35 +15,16 @@ import mlx.nn as nn
 import pytest
 
 from openelm_mlx import device
-from openelm_mlx.convert.job import convert
-from openelm_mlx.generation import generate_tokens
 from openelm_mlx.loading import load, memory_needed, start_loading
-from tests.adapters.made import saved, trained_adapter
+from tests.cli.generating import PROMPT, as_json, generate, tokens
 from tests.support import sources
 from tests.support.cli import Done, environment, finish, run, run_apart, start
 from tests.support.tokenizers_made import ZEPHYR
 
-PROMPT = "Once upon"
 KEYS = {
     "text", "tokens", "prompt_tokens", "generation_tokens", "prompt_tps", "generation_tps", "time_to_first_token_s",
     "peak_memory_gb", "finish_reason", "backend", "compute_dtype", "blas",
 }  # fmt: skip
-
-
-def generate(model: Path, *options: str, prompt: str = PROMPT, tokens: int = 12, stdin: bytes = b"") -> Done:
-    return run("generate", "--model", model, "--prompt", prompt, "--max-tokens", str(tokens), *options, stdin=stdin)
-
-
-def as_json(model: Path, *options: str, **more: Any) -> dict[str, Any]:
-    done = generate(model, *options, "--json", **more)
-    assert (done.status, done.out.count("\n")) == (0, 1), done.err
-    values: dict[str, Any] = json.loads(done.out)
-    return values
-
-
-def tokens(model: Path, *options: str, **more: Any) -> list[int]:
-    found: list[int] = as_json(model, *options, **more)["tokens"]
-    return found
 
 
 def changed(model: Path, to: Path, **values: Any) -> Path:
@@ -52,14 +33,6 @@ def changed(model: Path, to: Path, **values: Any) -> Path:
     config = json.loads((to / "config.json").read_text())
     (to / "config.json").write_text(json.dumps(config | values))
     return to
-
-
-@pytest.fixture(scope="session")
-def greedy(model: Path) -> list[int]:
-    """The greedy continuation of the prompt, from the Python API."""
-    loaded, tokenizer = load(model)
-    assert tokenizer is not None
-    return list(generate_tokens(loaded, tokenizer.encode(PROMPT), 12))
 
 
 @pytest.fixture
@@ -269,15 +242,6 @@ def test_dtype(model: Path) -> None:
     assert "dtype int8 cannot hold a model" in generate(model, "--dtype", "int8").err
 
 
-@pytest.fixture(scope="session")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same kind of model in 4 bits."""
-    root = tmp_path_factory.mktemp("packed")
-    changes = {"share_input_output_layers": False}
-    source = sources.hf(root / "hf", sources.weights(sources.config(**changes), seed=3), **changes)
-    return convert(source, root / "model", precision="4bit", group_size=32).folder
-
-
 @pytest.mark.skipif(device.backend() != "cpu", reason="a choice of the CPU backend")
 def test_what_becomes_of_packed_weights(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[int] = []
@@ -294,51 +258,6 @@ def test_what_becomes_of_packed_weights(packed: Path, monkeypatch: pytest.Monkey
     assert by_default == unpacked == kept
     assert len(set(kept)) > 3
     assert loaded == [0, 0, 9]
-
-
-@pytest.fixture(scope="session")
-def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For the model, and for the same in 4 bits."""
-    made = trained_adapter(load(model)[0], precision="fp32")
-    return saved(tmp_path_factory.mktemp("run") / "run1", made)
-
-
-def test_an_adapter(model: Path, adapter: Path, greedy: list[int]) -> None:
-    loaded, tokenizer = load(model, adapter=adapter)
-    assert tokenizer is not None
-    expected = list(generate_tokens(loaded, tokenizer.encode(PROMPT), 12))
-    assert expected != greedy
-    assert tokens(model, "--adapter", str(adapter)) == expected
-
-
-def test_an_adapter_of_another_precision_is_noted_on_stderr(model: Path, packed: Path, adapter: Path) -> None:
-    note = "note: the adapter was trained on fp32 weights, and the model's are 4bit\n"
-    done = generate(packed, "--adapter", str(adapter), "--quiet")
-    assert (done.status, done.err) == (0, note)
-    assert note.strip() not in done.out
-    assert generate(packed, "--adapter", str(adapter), "--json").err == note
-    assert generate(model, "--adapter", str(adapter), "--quiet").err == ""
-
-
-def test_adapters_that_cannot_be_used(model: Path, adapter: Path, tmp_path: Path) -> None:
-    for wrong, message in (
-        (tmp_path / "x", "no such folder; an adapter is a folder"),
-        (model, "it holds a whole model: use it with --model"),
-    ):
-        done = generate(tmp_path / "no such model", "--adapter", str(wrong))
-        assert (done.status, done.out) == (2, "")
-        assert message in done.err
-        assert done.err.count("\n") == 1
-
-
-def test_an_adapter_counts_for_memory(model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    enough_without = memory_needed(model)
-    monkeypatch.setattr(device, "memory", lambda: device.Memory(enough_without, "a test"))
-    assert generate(model).status == 0
-    done = generate(model, "--adapter", str(adapter))
-    assert (done.status, done.out) == (2, "")
-    assert "--force to try" in done.err
-    assert generate(model, "--adapter", str(adapter), "--force").status == 0
 
 
 def test_unknown_cpu_weights_are_refused_in_one_line(model: Path, packed: Path) -> None:

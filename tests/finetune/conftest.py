@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.finetune.runs import write_data
+from tests.finetune.runs import LONG, train, write_data
 from tests.support.models import converted_folder
 from tests.support.tokenizers_made import MODEL
 
@@ -39,3 +39,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve lines of text."""
     return write_data(tmp_path_factory.mktemp("data") / "my.jsonl")
+
+
+@pytest.fixture(scope="session")
+def unbroken(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never stopped."""
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    train(model, data, out, *LONG)
+    return out

@@ -22,6 +22,17 @@ SMALL = (
     "--quiet",
 )
 
+LONG = (
+    "--steps=24",
+    "--accumulation=2",
+    "--dropout=0.2",
+    "--valid-fraction=0.25",
+    "--eval-every=6",
+    "--save-every=4",
+    "--shuffle-window=2",
+)
+"""A run with everything that its state consists of."""
+
 
 def write_data(path: Path, count: int = 12) -> Path:
     """Short texts, all different."""
@@ -56,3 +67,15 @@ def updates(lines: Sequence[Line]) -> list[Line]:
 
 def listing(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
+
+
+def refused(*given: str | Path, out: Path | None = None) -> str:
+    """The one line that it says; nothing is left behind."""
+    done = run(*given)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1, done.err
+    if out is not None:
+        assert not out.exists()
+        assert not [p for p in out.parent.iterdir() if p.name.startswith(f".{out.name}")]
+    return done.err.removeprefix("error: ").rstrip("\n")

@@ -1,18 +1,11 @@
-"""``openelm finetune`` as a person runs it: results, refusals, kills and signals."""
+"""``openelm finetune`` as a person runs it: results and refusals."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import random
 import re
 import shutil
-import signal
-import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,39 +16,10 @@ from openelm_mlx.adapters import read_adapter
 from openelm_mlx.finetune.settings import Settings
 from openelm_mlx.safetensorsfile import read_safetensors
 from tests.finetune.data.malformed import MALFORMED, Malformed
-from tests.finetune.runs import arguments, listing, metrics, train, updates, write_data
-from tests.support.cli import finish, run, start
+from tests.finetune.runs import arguments, listing, metrics, refused, train, updates, write_data
+from tests.support.cli import run
 from tests.support.models import converted_folder, golden_config
 from tests.support.tokenizers_made import MODEL
-
-LONG = (
-    "--steps=24",
-    "--accumulation=2",
-    "--dropout=0.2",
-    "--valid-fraction=0.25",
-    "--eval-every=6",
-    "--save-every=4",
-    "--shuffle-window=2",
-)
-
-
-def refused(*given: str | Path, out: Path | None = None) -> str:
-    """The one line that it says; nothing is left behind."""
-    done = run(*given)
-    assert (done.status, done.out) == (2, "")
-    assert done.err.startswith("error: ")
-    assert done.err.count("\n") == 1, done.err
-    if out is not None:
-        assert not out.exists()
-        assert not [p for p in out.parent.iterdir() if p.name.startswith(f".{out.name}")]
-    return done.err.removeprefix("error: ").rstrip("\n")
-
-
-@pytest.fixture(scope="module")
-def unbroken(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("unbroken") / "run"
-    train(model, data, out, *LONG)
-    return out
 
 
 class TestARun:
@@ -330,86 +294,6 @@ class TestOtherSettings:
     def test_without_any_nothing_is_said(self, model: Path, data: Path, tmp_path: Path) -> None:
         train(model, data, tmp_path / "run", "--steps=2")
         assert "note:" not in run("finetune", "--resume", tmp_path / "run").err
-
-
-@contextmanager
-def started(*given: str | Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of its own, which is gone afterwards."""
-    process = start(*given)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def wait_for(out: Path, lines: int, timeout: float = 300) -> None:
-    """Until that many lines of metrics are there."""
-    path, end = out / "metrics.jsonl", time.monotonic() + timeout
-    while time.monotonic() < end:
-        if path.exists() and path.read_bytes().count(b"\n") >= lines:
-            return
-        time.sleep(0.002)
-    raise AssertionError(f"{out}: never got {lines} lines")
-
-
-@pytest.mark.slow
-class TestStopping:
-    def test_killed_at_random_moments_it_ends_as_if_it_never_had(
-        self, unbroken: Path, model: Path, data: Path, tmp_path: Path
-    ) -> None:
-        out = tmp_path / "run"
-        moments = random.Random()
-        seed = moments.randrange(1 << 30)
-        moments.seed(seed)
-        given = arguments(model, data, out, *LONG)
-        for first in (2, 9, 16):
-            with started(*given) as process:
-                wait_for(out, first + moments.randrange(6))
-                time.sleep(moments.random() * 0.02)
-                process.kill()
-                assert process.wait() == -signal.SIGKILL, seed
-            given = ["finetune", "--resume", str(out), "--quiet"]
-        assert run(*given).status == 0
-        assert metrics(out) == metrics(unbroken), seed
-        assert (out / "adapters.safetensors").read_bytes() == (unbroken / "adapters.safetensors").read_bytes(), seed
-        assert listing(out) == listing(unbroken)
-        assert listing(out / "best") == listing(unbroken / "best")
-        assert listing(out / "checkpoints") == listing(unbroken / "checkpoints")
-
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_a_signal_saves_and_it_goes_on(
-        self, number: signal.Signals, unbroken: Path, model: Path, data: Path, tmp_path: Path
-    ) -> None:
-        out = tmp_path / "run"
-        with started(*arguments(model, data, out, *LONG)) as process:
-            wait_for(out, 9)
-            process.send_signal(number)
-            done = finish(process, timeout=300)
-        assert done.status == 128 + number
-        assert done.err == f"stopped and saved; go on with: openelm finetune --resume {out}\n"
-        saved = int(listing(out / "checkpoints")[-1].removeprefix("step-"))
-        assert updates(metrics(out))[-1]["step"] == saved
-        assert run("finetune", "--resume", out, "--quiet").status == 0
-        assert metrics(out) == metrics(unbroken)
-
-    def test_a_second_process_is_refused(self, model: Path, data: Path, tmp_path: Path) -> None:
-        out = tmp_path / "run"
-        train(model, data, out, "--steps=1")
-        with (out / "metrics.jsonl").open() as f:
-            fcntl.flock(f, fcntl.LOCK_EX)
-            assert "another process is training this run" in refused("finetune", "--resume", out)
-            assert "another process is training this run" in refused(
-                *arguments(model, data, out, "--steps=1", "--force")
-            )
-        assert run("finetune", "--resume", out, "--quiet").status == 0
-
-    def test_a_run_that_is_over_stays_as_it_is(self, unbroken: Path, tmp_path: Path) -> None:
-        out = tmp_path / "run"
-        shutil.copytree(unbroken, out)
-        assert run("finetune", "--resume", out, "--quiet").status == 0
-        for name in ("metrics.jsonl", "adapters.safetensors", "config.yaml"):
-            assert (out / name).read_bytes() == (unbroken / name).read_bytes()
 
 
 class TestDryRun:
