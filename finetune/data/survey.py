@@ -12,7 +12,7 @@ from openelm_mlx.finetune.data.streaming import TextFilter, TextStream, pieces
 from openelm_mlx.finetune.data.types import Encoded
 from openelm_mlx.finetune.settings import Settings
 
-_SAMPLED = 1 << 21
+_SAMPLED = 1 << 24
 """Characters of a source that are tokenized to tell how many tokens it has."""
 
 _SURVEYED = 1 << 28
