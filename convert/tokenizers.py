@@ -37,19 +37,11 @@ def find_tokenizer(folder: Path, wanted: str | None, rows: int, report: Callable
         return None
     if wanted is None and (own := Tokenizer.from_folder(folder)):
         return Found(own, "the source folder")
-    found = _named(wanted) if wanted else _from_hub(rows, report)
+    found = Found(Tokenizer.named(wanted), wanted) if wanted else _from_hub(rows, report)
     template = own_chat_template(folder)
     if found.tokenizer.chat_template not in (None, template):
         report(f"tokenizer: the chat template of {found.origin} was dropped: it was not made for this model")
     return Found(found.tokenizer.with_chat_template(template), found.origin)
-
-
-def _named(wanted: str) -> Found:
-    path = hub.resolve(wanted, weights=False)
-    tokenizer = Tokenizer.from_folder(path) if path.is_dir() else Tokenizer.from_file(path)
-    if tokenizer is None:
-        raise TokenizerError(f"{wanted}: has neither tokenizer.json nor tokenizer.model")
-    return Found(tokenizer, wanted)
 
 
 def _from_hub(rows: int, report: Callable[[str], None]) -> Found:

@@ -55,7 +55,7 @@ def finetune(
     from openelm_mlx.finetune import recipes
 
     settings = recipes.resolve(recipe, given)
-    if settings.model is None:
+    if settings.model is None and settings.init == "model":
         raise OpenELMError("name a model: --model FOLDER or HUB-NAME")
     if dry_run:
         _show(settings)

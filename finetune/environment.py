@@ -21,16 +21,21 @@ _SECRET_OPTION = re.compile(r"-{1,2}(?:\w+[-_])*(?:token|key|secret|password|cre
 _SECRET = re.compile(r"\b(?:hf|sk|ghp|github_pat|wandb)[_-]\w{16,}|(?<=://)[^/@\s]+(?=@)")
 """Keys as the Hub and others make them, and what stands before the host in an address."""
 
-_OF_A_MODEL = (".safetensors", ".bin", ".json", ".model", ".jinja")
-"""Weights, config and tokenizer: what a model's logits and a text's tokens depend on."""
 
-
-def environment(arguments: Sequence[str], *, model: Path, data: Iterable[Path], settings: Settings) -> dict[str, Any]:
+def environment(
+    arguments: Sequence[str],
+    *,
+    folder: Path | None,
+    model: Mapping[str, Path],
+    data: Iterable[Path],
+    settings: Settings,
+) -> dict[str, Any]:
     """Plain values for JSON. Files are read whole for their SHA-256, which takes seconds for a large model.
 
     Args:
         arguments: the command line; what looks like a secret in it is left out.
-        model: the folder of the base model.
+        folder: of the base model; None for a new one.
+        model: the files that the model depends on, by name.
         data: the files that examples come from.
         settings: of the run.
 
@@ -43,9 +48,9 @@ def environment(arguments: Sequence[str], *, model: Path, data: Iterable[Path], 
         "machine": machine(),
         "source": _source(),
         "model": {
-            "path": without_home(str(model)),
-            "provenance": files.read_json(model / "config.json", CheckpointError).get(PROVENANCE),
-            "files": {p.name: _fingerprint(p) for p in sorted(model.iterdir()) if p.suffix in _OF_A_MODEL},
+            "path": folder and without_home(str(folder)),
+            "provenance": folder and files.read_json(folder / "config.json", CheckpointError).get(PROVENANCE),
+            "files": {name: _fingerprint(path) for name, path in model.items()},
         },
         "data": {without_home(str(path)): _fingerprint(path) for path in data},
         "settings": settings.to_mapping(),
@@ -68,7 +73,7 @@ def changed_inputs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return changed + [f"{name} in config.yaml" for name in fixed if settings[0].get(name) != settings[1][name]]
 
 
-_PLACES = ("model", "revision", "data", "valid", "test")
+_PLACES = ("model", "revision", "config", "tokenizer", "data", "valid", "test")
 
 
 def changed_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

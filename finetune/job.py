@@ -11,24 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openelm_mlx import files, hub, plotting
+from openelm_mlx import files, plotting
 from openelm_mlx.atomic import check_output
 from openelm_mlx.finetune import loggers
+from openelm_mlx.finetune.base import model_files, open_base
 from openelm_mlx.finetune.data.dataset import Progress
 from openelm_mlx.finetune.data.preview import preview
-from openelm_mlx.finetune.data.splits import find_splits
 from openelm_mlx.finetune.environment import changed_inputs, changed_machine, environment
+from openelm_mlx.finetune.feed import data_files, read_data
 from openelm_mlx.finetune.metrics import read_metrics
 from openelm_mlx.finetune.plots import draw
-from openelm_mlx.finetune.preparing import (
-    Prepared,
-    bytes_needed,
-    evaluated,
-    open_base,
-    plan_of,
-    prepare,
-    read_data,
-)
+from openelm_mlx.finetune.preparing import Prepared, bytes_needed, plan_of, prepare
 from openelm_mlx.finetune.results import absolute, local_inputs, publish_adapter, publish_model
 from openelm_mlx.finetune.run_folder import (
     ENVIRONMENT,
@@ -93,7 +86,7 @@ def finetune(
     for source in local_inputs(settings):
         require_apart(source, out)
     prepared = prepare(settings, watcher, reading, force=force)
-    told = environment(sys.argv[1:], model=prepared.base, data=prepared.data.files, settings=settings)
+    told = _environment(settings, prepared.base)
     with _alone(RunFolder(out)) if is_run(out) else nullcontext():
         folder = RunFolder.create(out, absolute(settings), told, force=force)
     with _alone(folder):
@@ -139,10 +132,7 @@ def resume(
 
 def _check_unchanged(folder: RunFolder, settings: Settings, watcher: Watcher) -> None:
     """Refuse to go on with another model, other data, or settings that somebody edited."""
-    base = hub.resolve(str(settings.model), revision=settings.revision)
-    splits = find_splits(settings)
-    now = environment(sys.argv[1:], model=base, data=splits.files, settings=settings)
-    before = folder.environment()
+    now, before = _environment(settings, None), folder.environment()
     try:
         changed, machine = changed_inputs(before, now), changed_machine(before, now)
     except (KeyError, TypeError, AttributeError):
@@ -151,6 +141,11 @@ def _check_unchanged(folder: RunFolder, settings: Settings, watcher: Watcher) ->
         raise RunError(f"{folder.path}: {', '.join(changed)} changed since the run began; start a new one with --out")
     for line in machine:
         watcher.say(f"note: {line}; the last digits of losses may differ from those of an unbroken run")
+
+
+def _environment(settings: Settings, base: Path | None) -> dict[str, Any]:
+    model, data = model_files(settings), data_files(settings)
+    return environment(sys.argv[1:], folder=base, model=model, data=data, settings=settings)
 
 
 def _check_not_past(folder: RunFolder, plan: Plan) -> None:
@@ -162,14 +157,14 @@ def _check_not_past(folder: RunFolder, plan: Plan) -> None:
 def dry_run(settings: Settings, *, say: Callable[[str], None] = print, reading: Progress | None = None) -> list[str]:
     """The first batch, token by token, and how long a run would be; nothing is trained and no weights are read."""
     base = open_base(settings)
-    _, train, valid = read_data(settings, base, say, reading)
-    plan = plan_of(settings, train)
-    needed = bytes_needed(settings, base, train)
+    feed = read_data(settings, base, say, reading)
+    plan = plan_of(settings, feed.train)
+    needed = bytes_needed(settings, base, feed.train)
     return [
-        *preview(next(train), base.tokenizer),
+        *preview(next(feed.train), base.tokenizer),
         "",
         f"updates     {plan.steps:,}",
-        f"validation  every {plan.eval_every:,}, batches: {len(valid):,}" if valid else "validation  none",
+        f"validation  every {plan.eval_every:,}, batches: {len(feed.valid):,}" if feed.valid else "validation  none",
         f"memory      {needed.total / 1e9:.2f} GB ({needed})",
     ]
 
@@ -185,7 +180,7 @@ def _train(
         if not full:  # a whole model is too much to write each time
             publish_adapter(folder.path, p.model, p.settings, p.precision)
 
-    run = Run(trainer, folder, p.train, p.valid, p.plan, told, publish, on_signal)
+    run = Run(trainer, folder, p.feed.train, p.feed.valid, p.plan, told, publish, on_signal)
     run.restore(folder.last() if resumed else None)
     try:
         state = run.go()
@@ -198,15 +193,13 @@ def _train(
         told.end()
     if p.settings.plot and plotting.possible():
         draw(folder.metrics, folder.path / PLOT)
-    return Outcome(folder.path, str(p.settings.model), state, _first_loss(folder), test, p.settings.raw)
+    return Outcome(folder.path, p.settings.subject, state, _first_loss(folder), test, p.settings.raw)
 
 
 def _test(p: Prepared, run: Run) -> dict[str, Any] | None:
-    length = min(p.settings.max_length, p.model.config.max_context_length)
-    batches = evaluated(p.settings, p.data.test, length)
-    if not batches:
+    if not p.feed.test:
         return None
-    metrics = run.evaluate(batches, "test")
+    metrics = run.evaluate(p.feed.test, "test")
     run.record(metrics)
     return metrics
 

@@ -82,17 +82,18 @@ def _filled_up(batch: Batch) -> _Picked:
     return places, targets, weights
 
 
-def batch_loss(model: OpenELM, batch: Arrays) -> mx.array:
+def batch_loss(model: OpenELM, batch: Arrays, z_loss: float = 0.0) -> mx.array:
     """Sum of the cross entropies of a batch's targets, in nats; float32.
 
-    Has gradients by the model's trainable parameters, of the first order.
+    Has gradients by the model's trainable parameters, of the first order. `z_loss` times the square of each logarithmic
+    sum of exponentials is added, as in CoreNet's cross_entropy.py and PaLM (Chowdhery et al. 2022, section 5).
     """
     hidden = hidden_states(model, batch)
-    return summed_loss(model, hidden, batch.targets, batch.weights)
+    return summed_loss(model, hidden, batch.targets, batch.weights, z_loss)
 
 
 def cpu_loss_and_gradients(
-    model: OpenELM, batch: Arrays, seed: int, *, recompute: bool
+    model: OpenELM, batch: Arrays, seed: int, *, recompute: bool, z_loss: float = 0.0
 ) -> tuple[mx.array, dict[str, mx.array]]:
     """:func:`batch_loss` and its gradients by parameter name, for a float32 model on a CPU: several times as fast."""
     assert batch.documents is not None
@@ -100,7 +101,7 @@ def cpu_loss_and_gradients(
     def head(hidden: mx.array) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
         picked = batch.places.shape[0] != hidden.shape[0]
         chosen = hidden[batch.places] if picked else hidden
-        loss, change, own = loss_and_gradients(model, chosen, batch.targets, batch.weights, after_each=mx.eval)
+        loss, change, own = loss_and_gradients(model, chosen, batch.targets, batch.weights, z_loss, after_each=mx.eval)
         if picked:
             change = mx.zeros_like(hidden).at[batch.places].add(change)
         return loss, change, {f"{head_of(model)[0]}.{name}": g for name, g in own.items()}
@@ -135,9 +136,11 @@ def hidden_states(model: OpenELM, batch: Arrays) -> mx.array:
     return hidden if batch.places.shape[0] == hidden.shape[0] else hidden[batch.places]
 
 
-def summed_loss(model: OpenELM, hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
+def summed_loss(
+    model: OpenELM, hidden: mx.array, targets: mx.array, weights: mx.array, z_loss: float = 0.0
+) -> mx.array:
     """The weighted sum of the cross entropies of hidden states ``(N, D)``; has gradients of the first order."""
-    total, by_hidden, by_trained = loss_and_gradients(model, mx.stop_gradient(hidden), targets, weights)
+    total, by_hidden, by_trained = loss_and_gradients(model, mx.stop_gradient(hidden), targets, weights, z_loss)
     total = _with_gradient(total, hidden, by_hidden)
     own = trainable(head_of(model)[1])
     for name, gradient in by_trained.items():
@@ -157,6 +160,7 @@ def loss_and_gradients(
     hidden: mx.array,
     targets: mx.array,
     weights: mx.array,
+    z_loss: float = 0.0,
     *,
     after_each: Callable[..., None] = lambda *_: None,
 ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
@@ -167,6 +171,7 @@ def loss_and_gradients(
         hidden: ``(N, D)``.
         targets: ``(N,)``.
         weights: ``(N,)``.
+        z_loss: see :func:`batch_loss`.
         after_each: called with what a piece gave. Evaluating that bounds memory: MLX makes room ahead of computing.
     """
     head = head_of(model)[1]
@@ -175,7 +180,7 @@ def loss_and_gradients(
     by_trained: dict[str, mx.array] = {}
     for i in range(0, hidden.shape[0], step):
         part = slice(i, i + step)
-        loss, gradient, more = _piece(model, head, hidden[part], targets[part], weights[part])
+        loss, gradient, more = _piece(model, head, hidden[part], targets[part], weights[part], z_loss)
         losses.append(loss)
         by_hidden.append(gradient)
         by_trained = {name: by_trained[name] + g if name in by_trained else g for name, g in more.items()}
@@ -184,7 +189,7 @@ def loss_and_gradients(
 
 
 def _piece(
-    model: OpenELM, head: nn.Module, hidden: mx.array, targets: mx.array, weights: mx.array
+    model: OpenELM, head: nn.Module, hidden: mx.array, targets: mx.array, weights: mx.array, z_loss: float
 ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
     """The same for a few rows."""
     own = trainable(head)
@@ -195,7 +200,7 @@ def _piece(
 
     inputs = [hidden, *map(mx.stop_gradient, own.values())]
     try:
-        loss, changes = _softmax_gradient(logits(*inputs), targets, weights)
+        loss, changes = _softmax_gradient(logits(*inputs), targets, weights, z_loss)
         # The product is linear: what it gives is not needed for its gradient, and is not computed again.
         gradients = mx.vjp(logits, inputs, [changes])[1]
     finally:
@@ -203,16 +208,19 @@ def _piece(
     return mx.stop_gradient(loss), gradients[0], dict(zip(own, gradients[1:], strict=True))
 
 
-def _softmax_gradient(logits: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
-    """The weighted cross entropies' sum, and its gradient by the logits in their dtype."""
+def _softmax_gradient(
+    logits: mx.array, targets: mx.array, weights: mx.array, z_loss: float
+) -> tuple[mx.array, mx.array]:
+    """The weighted losses' sum, and its gradient by the logits in their dtype."""
     exp_of_difference = ops.exp_of_difference if device.backend() == "cpu" else _exp_of_difference
     exact = logits.astype(mx.float32)
     most = exact.max(-1, keepdims=True)
     exponentials = exp_of_difference(exact, most)
     total = exponentials.sum(-1, keepdims=True)
     picked = mx.take_along_axis(exact, targets[:, None], axis=-1)
-    loss = (weights[:, None] * (mx.log(total) + most - picked)).sum()
-    gradient = exponentials * (weights[:, None] / total)
+    z = mx.log(total) + most
+    loss = (weights[:, None] * (z - picked + z_loss * mx.square(z))).sum()
+    gradient = exponentials * (weights[:, None] * (1 + 2 * z_loss * z) / total)
     rows = mx.arange(targets.shape[0])
     return loss, gradient.at[rows, targets].subtract(weights).astype(logits.dtype)
 

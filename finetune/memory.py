@@ -100,9 +100,9 @@ def require(needed: Estimate, settings: Settings) -> None:
     ways = ["a smaller --batch-size (with --accumulation the updates stay the same)", "a smaller --max-length"]
     if not settings.gradient_checkpointing:
         ways.append("--gradient-checkpointing")
-    if settings.method == "full":
+    if settings.method == "full" and settings.init == "model":
         ways.append("--method lora")
     raise TooLargeError(
-        f"{settings.model}: fine-tuning so needs {needed.total / 1e9:.2f} GB ({needed}), and there are "
+        f"{settings.subject}: fine-tuning so needs {needed.total / 1e9:.2f} GB ({needed}), and there are "
         f"{memory}; use {', '.join(ways)}; --force tries all the same"
     )

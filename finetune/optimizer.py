@@ -129,7 +129,7 @@ def learning_rate(step: int, total: int, settings: Settings) -> float:
         return s.highest_rate * (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, total - warmup))
     fall = {"constant": 0.0, "linear": done, "cosine": 0.5 - 0.5 * math.cos(math.pi * done)}[s.schedule]
-    return s.highest_rate - fall * (s.highest_rate - s.final_learning_rate)
+    return s.highest_rate - fall * (s.highest_rate - s.lowest_rate)
 
 
 def warmup_steps(total: int, settings: Settings) -> int:

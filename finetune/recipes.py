@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from openelm_mlx import files
-from openelm_mlx.finetune.settings import ADAPTER_ONLY, Settings, SettingsError
+from openelm_mlx.finetune.settings import ADAPTER_ONLY, NEW_ONLY, STREAM_ONLY, Settings, SettingsError
+from openelm_mlx.finetune.yamlfile import read_yaml
 
 FOLDER = Path(__file__).with_suffix("")
 
-_LARGEST = 1 << 20
-"""Bytes of a recipe."""
+FROM_SCRATCH = "from-scratch"
+"""The recipe under every run that begins with random weights."""
 
 
 def names() -> list[str]:
@@ -42,46 +43,48 @@ def load(name_or_path: str | Path) -> dict[str, Any]:
             if a name is none of a setting or a value is wrong.
     """
     path = find(name_or_path)
-    values = _parse(path, files.read(path, SettingsError, _LARGEST))
-    Settings.from_mapping(values, str(path))
+    values = read_yaml(path)
+    Settings.from_mapping(_with_defaults(values), str(path))
     return values
+
+
+def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Over from-scratch, if they are a new model's."""
+    return {**(read_yaml(find(FROM_SCRATCH)) if values.get("init") == "random" else {}), **values}
 
 
 def resolve(recipe: str | Path | None, overrides: Mapping[str, Any]) -> Settings:
     """The settings of a run: the defaults, over them a recipe's, over these what was given by hand.
 
-    A number of epochs given by hand replaces the recipe's number of steps.
+    A run from random weights has :data:`FROM_SCRATCH` in place of the defaults. A number of epochs given by hand
+    replaces the recipe's number of steps.
 
     Raises:
         SettingsError: as for :func:`load`, or what was given is wrong, or means nothing to the method.
     """
     values = load(recipe) if recipe is not None else {}
+    if overrides.get("init") is not None:
+        values["init"] = overrides["init"]
+    values = _with_defaults(values)
     if overrides.get("epochs") is not None and overrides.get("steps") is None:
         values.pop("steps", None)
     settings = Settings.from_mapping({**values, **overrides})
-    idle = [name for name in ADAPTER_ONLY if name in overrides] if settings.method == "full" else []
-    if idle:
-        raise SettingsError(f"{', '.join(idle)}: of an adapter, and method full trains the whole model instead of one")
+    _refuse_idle(settings, overrides)
     return settings
 
 
-def _parse(path: Path, data: bytes) -> dict[str, Any]:
-    import yaml
-
-    try:
-        text = data.decode("utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except Exception as e:  # besides YAMLError, whatever PyYAML's constructors raise
-        mark = getattr(e, "problem_mark", None)
-        place = path if mark is None else f"{path}:{mark.line + 1}"
-        problem = getattr(e, "problem", None) or " ".join(str(e).split())
-        raise SettingsError(f"{place}: not readable as YAML: {problem}") from None
-    if not isinstance(values, dict) or not isinstance(root, yaml.MappingNode):
-        raise SettingsError(f"{path}: has no settings: lines such as `rank: 16` are needed")
-    seen: set[str] = set()
-    for key, _ in root.value:
-        if key.value in seen:  # PyYAML takes the last one, without a word
-            raise SettingsError(f"{path}:{key.start_mark.line + 1}: {key.value} is set a second time")
-        seen.add(str(key.value))
-    return values
+def _refuse_idle(settings: Settings, given: Mapping[str, Any]) -> None:
+    """Refuse what was given by hand and would change nothing."""
+    for names, idle, why in (
+        (
+            ADAPTER_ONLY,
+            settings.method == "full",
+            "of an adapter, and method full trains the whole model",
+        ),
+        (STREAM_ONLY, not settings.streams, "of texts that are streamed: --packing stream, or a new model"),
+        (NEW_ONLY, settings.init != "random", "of a new model: --init random"),
+        (("model", "revision"), settings.init == "random", "a new model has random weights: leave it out"),
+    ):
+        told = [name for name in names if given.get(name) is not None]
+        if idle and told:
+            raise SettingsError(f"{', '.join(told)}: {why}")

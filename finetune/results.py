@@ -9,9 +9,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from openelm_mlx import files
 from openelm_mlx.adapters import AdapterConfig, adapter_from, save_adapter
 from openelm_mlx.checkpoint import PROVENANCE, copy_generation
 from openelm_mlx.dtypes import dtype_name, precision_name
+from openelm_mlx.finetune.data.corpus import weighted_paths
 from openelm_mlx.finetune.run_folder import RunError, RunFolder
 from openelm_mlx.finetune.settings import Settings
 from openelm_mlx.model import OpenELM
@@ -44,7 +46,7 @@ def publish_adapter(run: Path, model: OpenELM, settings: Settings, base_precisio
     _put(run, lambda folder: save_adapter(folder, adapter), last="adapters.safetensors")
 
 
-def publish_model(run: Path, model: OpenELM, settings: Settings, tokenizer: Tokenizer, source: Path) -> None:
+def publish_model(run: Path, model: OpenELM, settings: Settings, tokenizer: Tokenizer, source: Path | None) -> None:
     """Write the whole model, as it is now, at the run's top: an ordinary model folder."""
 
     def fill(folder: Path) -> None:
@@ -52,12 +54,13 @@ def publish_model(run: Path, model: OpenELM, settings: Settings, tokenizer: Toke
         specs = [TensorSpec(name, a.dtype, tuple(a.shape)) for name, a in arrays.items()]
         write_weights(folder, specs, arrays.values())
         tokenizer.save(folder)
-        copy_generation(source, folder)
+        if source is not None:
+            copy_generation(source, folder)
         dtype = model.transformer.norm.weight.dtype
         told = {
             "tool_version": __version__,
-            "source": settings.model,
-            "source_kind": "finetune",
+            "source": settings.subject,
+            "source_kind": "finetune" if source is not None else "new",
             "precision": precision_name(dtype),
             "finetuned": {k: v for k, v in asdict(settings).items() if k in ("method", "learning_rate", "seed")},
         }
@@ -92,15 +95,21 @@ def _in_order(paths: Iterable[Path], last: str) -> list[Path]:
 def absolute(settings: Settings) -> Settings:
     """The settings with local paths written out: a run is resumed from any folder."""
     written: dict[str, Any] = {name: str(path.absolute()) for name, path in _local(settings).items()}
+    if settings.streams and settings.data is not None and "data" not in written:
+        parts = weighted_paths(settings.data)
+        written["data"] = ",".join(f"{files.expand(path).absolute()}={weight:g}" for path, weight in parts)
     return replace(settings, **written)
 
 
 def local_inputs(settings: Settings) -> list[Path]:
     """The files and folders that a run reads."""
-    return list(_local(settings).values())
+    found = list(_local(settings).values())
+    if settings.streams and settings.data is not None:
+        found += [path for name, _ in weighted_paths(settings.data) if (path := files.expand(name)).exists()]
+    return found
 
 
 def _local(settings: Settings) -> dict[str, Any]:
-    named = {name: getattr(settings, name) for name in ("model", "data", "valid", "test")}
-    paths = {name: Path(value).expanduser() for name, value in named.items() if value is not None}
+    named = {name: getattr(settings, name) for name in ("model", "config", "tokenizer", "data", "valid", "test")}
+    paths = {name: files.expand(value) for name, value in named.items() if value is not None}
     return {name: path for name, path in paths.items() if path.exists()}

@@ -17,11 +17,18 @@ from openelm_mlx.errors import OpenELMError
 
 METHODS = ("lora", "dora", "full")
 SCHEDULES = ("constant", "linear", "cosine")
-PACKING = ("auto", "on", "off")
+INITS = ("model", "random")
+PACKING = ("auto", "on", "off", "stream")
 DTYPES = ("auto", "bfloat16", "float32")
 
 ADAPTER_ONLY = ("rank", "alpha", "dropout", "rslora", "targets", "layers")
 """Settings that mean nothing when the whole model is trained."""
+
+STREAM_ONLY = ("text_key", "nfc", "min_characters", "min_tokens")
+"""Settings of texts that are read while training."""
+
+NEW_ONLY = ("config", "tokenizer", "uniform")
+"""Settings of a model that begins with random weights."""
 
 CHANGEABLE = (
     "epochs",
@@ -53,6 +60,8 @@ def _setting(panel: str, default: Any, help: str, **limits: Any) -> Any:
 
 
 _data = partial(_setting, "Model and data")
+_new = partial(_setting, "New model")
+_stream = partial(_setting, "Streamed text")
 _method = partial(_setting, "Method")
 _batch = partial(_setting, "Batches")
 _training = partial(_setting, "Training")
@@ -72,7 +81,9 @@ class Settings:
     model: str | None = _data(None, "Model folder, or a Hugging Face Hub name.")
     revision: str | None = _data(None, "Branch, tag or commit of a Hub model.")
     data: str | None = _data(
-        None, "A .json or .jsonl file (.gz too), a folder with train, valid and test files, or hf:NAME."
+        None,
+        "A .json or .jsonl file (.gz too), a folder with train, valid and test files, or hf:NAME. Streamed: text and "
+        "Parquet files too, folders of them, and several with weights, books=0.7,web.jsonl=0.3.",
     )
     valid: str | None = _data(None, "File to validate on, instead of the data folder's or of a part of the data.")
     test: str | None = _data(None, "File to evaluate at the end, instead of the data folder's.")
@@ -82,6 +93,20 @@ class Settings:
         least=0,
         most=0.5,
     )
+
+    init: str = _new(
+        "model", "Weights to begin with: a model's, or random ones, with the recipe from-scratch.", choices=INITS
+    )
+    config: str | None = _new(
+        None, "Its sizes: a YAML or JSON file with the keys of config.json, or a released size such as OpenELM-270M."
+    )
+    tokenizer: str | None = _new(None, "Its tokenizer: a folder, a tokenizer.model or a Hub name.")
+    uniform: bool = _new(False, "Equal layers instead, with as many parameters in all.")
+
+    text_key: str = _stream("text", "Key of the text in JSON records, or column in Parquet files.")
+    nfc: bool = _stream(False, "Normalize texts to Unicode's form NFC.")
+    min_characters: int = _stream(0, "Leave out texts of fewer characters.", least=0)
+    min_tokens: int = _stream(0, "Leave out texts of fewer tokens.", least=0)
 
     method: str = _method("lora", "What is trained.", choices=METHODS)
     rank: int = _method(8, "Rank of an adapter's update.", least=1)
@@ -101,7 +126,10 @@ class Settings:
         1024, "Most tokens of an example, and of a packed row; never more than the model's window.", least=2
     )
     packing: str = _batch(
-        "auto", "Put several examples into a row, apart from each other; auto does so for plain text.", choices=PACKING
+        "auto",
+        "Put several examples into a row, apart from each other; auto does so for plain text. With stream texts are "
+        "read while training, and cut into rows.",
+        choices=PACKING,
     )
     shuffle_window: int = _batch(1024, "Examples among which those of a batch are chosen by length.", least=1)
     raw: bool = _data(False, "Leave the model's chat template aside: prompts and completions are plain text.")
@@ -119,7 +147,9 @@ class Settings:
     learning_rate: float | None = _optimizer(
         None, "Highest learning rate; by default 2e-4, and 2e-5 where the whole model is trained.", above=0
     )
-    final_learning_rate: float = _optimizer(0.0, "Learning rate at the end.", least=0)
+    final_learning_rate: float | None = _optimizer(
+        None, "Learning rate at the end; by default 0, and a tenth of the highest for a new model.", least=0
+    )
     schedule: str = _optimizer("cosine", "How the learning rate falls.", choices=SCHEDULES)
     warmup_steps: int | None = _optimizer(
         None, "Updates in which the learning rate rises; by default 5% of all.", least=0
@@ -139,6 +169,9 @@ class Settings:
     keep: int = _saving(2, "Checkpoints to keep, besides the best.", least=1)
     patience: int = _saving(0, "End when so many validations in a row brought nothing better; 0 is off.", least=0)
 
+    z_loss: float = _training(
+        0.0, "Penalty on the square of the logits' logarithmic sum, as in PaLM: keeps logits small.", least=0
+    )
     seed: int = _training(0, "Of initialization, order and dropout.", least=0, most=2**64 - 1)
     plot: bool = _record(True, "Draw loss.png at the end (needs matplotlib).")
     tensorboard: bool = _record(False, "Write TensorBoard's event files too.")
@@ -149,10 +182,16 @@ class Settings:
             object.__setattr__(self, f.name, _checked(f, getattr(self, f.name)))
         if self.learning_rate is None:  # config.yaml has what it was
             object.__setattr__(self, "learning_rate", 2e-5 if self.method == "full" else 2e-4)
-        if self.final_learning_rate > self.highest_rate:
+        if self.final_learning_rate is None:
+            object.__setattr__(self, "final_learning_rate", self.highest_rate / 10 if self.init == "random" else 0.0)
+        if self.lowest_rate > self.highest_rate:
             raise SettingsError(
                 f"final_learning_rate ({self.final_learning_rate}) is above learning_rate ({self.learning_rate})"
             )
+        if self.init == "random" and self.method != "full":
+            raise SettingsError(f"method {self.method} adapts a model, and random weights are none; use method full")
+        if self.init == "random" and not self.streams:
+            raise SettingsError(f"packing {self.packing}: a new model learns from streamed text, packing stream")
         if self.steps is not None and self.warmup_steps is not None and self.warmup_steps > self.steps:
             raise SettingsError(f"warmup_steps ({self.warmup_steps}) is above steps ({self.steps})")
 
@@ -161,6 +200,22 @@ class Settings:
         """The learning rate, never None."""
         assert self.learning_rate is not None
         return self.learning_rate
+
+    @property
+    def lowest_rate(self) -> float:
+        """The learning rate at the end, never None."""
+        assert self.final_learning_rate is not None
+        return self.final_learning_rate
+
+    @property
+    def streams(self) -> bool:
+        """Whether texts are read while training."""
+        return self.packing == "stream"
+
+    @property
+    def subject(self) -> str:
+        """The model to start from, or the sizes of a new one, as they are named."""
+        return str(self.config if self.init == "random" else self.model)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str | None = None) -> Settings:

@@ -57,7 +57,9 @@ class Trainer:
         """Sum of the losses of a batch, and its gradients by name."""
         if self._step is not None:
             return self._step(batch, seed)
-        return cpu_loss_and_gradients(self.model, batch, seed, recompute=self.settings.gradient_checkpointing)
+        return cpu_loss_and_gradients(
+            self.model, batch, seed, recompute=self.settings.gradient_checkpointing, z_loss=self.settings.z_loss
+        )
 
     def _compiled(self) -> Callable[[Arrays, int], tuple[mx.array, Tensors]]:
         """The same as a compiled function."""
@@ -66,7 +68,7 @@ class Trainer:
 
         @partial(mx.compile, inputs=state, outputs=[mx.random.state])
         def compiled(ids: mx.array, places: mx.array, targets: mx.array, weights: mx.array, starts: Any) -> Any:
-            return both(self.model, Arrays(ids, places, targets, weights, starts, None))
+            return both(self.model, Arrays(ids, places, targets, weights, starts, None), self.settings.z_loss)
 
         def run(a: Arrays, seed: int) -> tuple[mx.array, Tensors]:
             mx.random.seed(seed)

@@ -14,8 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from openelm_mlx.finetune.data.batches import Batches
-from openelm_mlx.finetune.data.types import Batch
+from openelm_mlx.finetune.data.types import Batch, Stream
 from openelm_mlx.finetune.optimizer import learning_rate
 from openelm_mlx.finetune.run_folder import Checkpoint, RunError, RunFolder, State
 from openelm_mlx.finetune.settings import Settings
@@ -51,7 +50,7 @@ class Plan:
     save_every: int
 
     @classmethod
-    def of(cls, settings: Settings, train: Batches) -> Plan:
+    def of(cls, settings: Settings, train: Stream) -> Plan:
         """From the settings, and how many batches the data makes."""
         s = settings
         steps = s.steps or max(1, math.ceil(train.batches_in(s.epochs) / s.accumulation))
@@ -77,7 +76,7 @@ class Run:
         self,
         trainer: Trainer,
         folder: RunFolder,
-        train: Batches,
+        train: Stream,
         valid: list[Batch],
         plan: Plan,
         watcher: Watcher,

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from openelm_mlx import hub
 from openelm_mlx.chat_replies import Exchange, exchanges, turn_end
 from openelm_mlx.chat_template import Shield, SpecialToken, all_strings, checked_messages, render
 from openelm_mlx.detokenizer import Detokenizer, parse_decoder
@@ -89,6 +90,19 @@ class Tokenizer:
             TokenizerError: the file is neither (the message says what was found), or of an unsupported kind.
         """
         return cls(read_file(Path(path)))
+
+    @classmethod
+    def named(cls, name: str) -> Tokenizer:
+        """The tokenizer of a file, a folder or a Hub repository.
+
+        Raises:
+            OpenELMError: there is none.
+        """
+        path = hub.resolve(name, weights=False)
+        tokenizer = cls.from_folder(path) if path.is_dir() else cls.from_file(path)
+        if tokenizer is None:
+            raise TokenizerError(f"{name}: has neither tokenizer.json nor tokenizer.model")
+        return tokenizer
 
     @property
     def chat_template(self) -> str | None:

@@ -125,14 +125,14 @@ class Batches:
         Packed, epochs differ: how many rows are needed depends on the order.
         """
         whole = int(epochs)
-        count = sum(map(self._length, range(whole)))
+        count = sum(map(self.batches_of, range(whole)))
         if epochs == whole:
             return count
-        part = (epochs - whole) * self._length(whole)
+        part = (epochs - whole) * self.batches_of(whole)
         return count + max(1, math.ceil(part - 1e-6))  # 1.1 - 1 is a little above 0.1
 
-    def _length(self, epoch: int) -> int:
-        """Batches of an epoch."""
+    def batches_of(self, epoch: int) -> int:
+        """How many batches an epoch has."""
         if not self._pack:
             return math.ceil(len(self._examples) / self._batch_size)
         if not self._shuffle:
@@ -152,13 +152,13 @@ class Batches:
 
     def _shuffled(self, epoch: int) -> list[_Rows]:
         random = np.random.PCG64(np.random.SeedSequence((self._seed, epoch)))
-        windows = self._cut(_permutation(random, len(self._examples)), self._window)
+        windows = self._cut(permutation(random, len(self._examples)), self._window)
         if self._pack:
             rows = best_fit(self._sizes, windows, self._row_length)
-            return self._cut([rows[n] for n in _permutation(random, len(rows))], self._batch_size)
+            return self._cut([rows[n] for n in permutation(random, len(rows))], self._batch_size)
         ordered = chain.from_iterable(sorted(window, key=self._sizes.__getitem__) for window in windows)
         batches = self._cut([[n] for n in ordered], self._batch_size)
-        return [batches[n] for n in _permutation(random, len(batches))]
+        return [batches[n] for n in permutation(random, len(batches))]
 
     def _in_order(self) -> list[_Rows]:
         numbers = list(range(len(self._examples)))
@@ -200,7 +200,8 @@ class Batches:
         )
 
 
-def _permutation(random: np.random.PCG64, count: int) -> list[int]:
+def permutation(random: np.random.PCG64, count: int) -> list[int]:
+    """The numbers below `count` in a random order that is the same with every version of NumPy."""
     # NumPy promises to keep the bit generator's own numbers, but not what Generator.permutation makes of them.
     order: list[int] = np.argsort(random.random_raw(count), kind="stable").tolist()
     return order

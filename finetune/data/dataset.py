@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 from openelm_mlx.errors import OpenELMError, TokenizerError
 from openelm_mlx.finetune.data.encoding import Encoder, cut
@@ -42,8 +41,6 @@ class Data:
     train: Dataset
     valid: Dataset | None
     test: Dataset | None
-    files: tuple[Path, ...]
-    """The local files they came from."""
 
 
 def open_data(
@@ -82,7 +79,7 @@ def open_data(
     for name, dataset in (("valid", valid), ("test", test)):
         if dataset and (known := _shared(train.examples, dataset.examples)):
             say(f"{name}: {known:,} of these are in the training data too")
-    return Data(train, valid, test, tuple(splits.files))
+    return Data(train, valid, test)
 
 
 def load_examples(

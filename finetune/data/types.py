@@ -61,6 +61,17 @@ class Stream(Protocol):
     def position(self) -> dict[str, Any]:
         """Plain values from which :meth:`seek` comes back to the next batch."""
 
+    @property
+    def most_rows(self) -> int:
+        """Rows that no batch has more of."""
+
+    @property
+    def longest_row(self) -> int:
+        """Length that no batch's rows exceed, padding included."""
+
+    def batches_in(self, epochs: float) -> int:
+        """How many batches so many times through the data make."""
+
     def seek(self, position: dict[str, Any]) -> None:
         """Go on from a position that was told earlier."""
 

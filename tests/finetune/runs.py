@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from openelm_mlx.finetune.metrics import read_metrics
-from tests.support.cli import Done, run
+from tests.support.cli import Done, run, start
 
 Line = dict[str, Any]
 
@@ -79,3 +82,24 @@ def refused(*given: str | Path, out: Path | None = None) -> str:
         assert not out.exists()
         assert not [p for p in out.parent.iterdir() if p.name.startswith(f".{out.name}")]
     return done.err.removeprefix("error: ").rstrip("\n")
+
+
+@contextmanager
+def started(*given: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of its own, which is gone afterwards."""
+    process = start(*given)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(out: Path, lines: int, timeout: float = 300) -> None:
+    """Until that many lines of metrics are there."""
+    path, end = out / "metrics.jsonl", time.monotonic() + timeout
+    while time.monotonic() < end:
+        if path.exists() and path.read_bytes().count(b"\n") >= lines:
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"{out}: never got {lines} lines")

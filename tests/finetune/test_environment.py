@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,17 @@ import pytest
 
 import openelm_mlx
 from openelm_mlx.errors import CheckpointError
+from openelm_mlx.finetune.base import files_of_folder
 from openelm_mlx.finetune.environment import changed_inputs, changed_machine, command_line, environment
 from openelm_mlx.finetune.settings import Settings
 from tests.support.models import converted_folder
+
+
+def of_run(
+    folder: Path, data: Sequence[Path] = (), settings: Settings | None = None, arguments: Sequence[str] = ()
+) -> dict[str, Any]:
+    model = files_of_folder(folder)
+    return environment(arguments, folder=folder, model=model, data=data, settings=settings or Settings())
 
 
 @pytest.fixture
@@ -25,7 +34,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     converted_folder(tmp_path / "model")
     (tmp_path / "my.jsonl").write_bytes(b"abc")
     arguments = ["openelm", "finetune", "--data", str(tmp_path / "my.jsonl")]
-    return environment(arguments, model=tmp_path / "model", data=[tmp_path / "my.jsonl"], settings=Settings())
+    return of_run(tmp_path / "model", [tmp_path / "my.jsonl"], Settings(), arguments)
 
 
 def test_what_is_told(told: dict[str, Any], tmp_path: Path) -> None:
@@ -51,7 +60,7 @@ def test_what_is_told(told: dict[str, Any], tmp_path: Path) -> None:
 
 def test_the_commit_that_runs(told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def source() -> Any:
-        return environment([], model=tmp_path / "model", data=[], settings=Settings())["source"]
+        return of_run(tmp_path / "model", [], Settings())["source"]
 
     package = tmp_path / "checkout" / "openelm_mlx" / "__init__.py"
     package.parent.mkdir(parents=True)
@@ -98,7 +107,7 @@ def test_what_changed_since(told: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "my.jsonl").write_bytes(b"abd")
     (tmp_path / "new.jsonl").write_bytes(b"abc")
     data = [tmp_path / "my.jsonl", tmp_path / "new.jsonl"]
-    now = environment([], model=tmp_path / "model", data=data, settings=Settings(rank=9, epochs=9, data="elsewhere"))
+    now = of_run(tmp_path / "model", data, Settings(rank=9, epochs=9, data="elsewhere"))
     assert changed_inputs(told, now) == ["the number of data files", "~/my.jsonl", "rank in config.yaml"]
     other = copy.deepcopy(told)
     other["model"]["files"]["model.safetensors"]["sha256"] = "0"
@@ -112,4 +121,4 @@ def test_what_changed_since(told: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_model_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
-        environment([], model=tmp_path, data=[], settings=Settings())
+        of_run(tmp_path, [], Settings())

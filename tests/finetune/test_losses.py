@@ -30,6 +30,27 @@ def gradients(model: OpenELM, batch: Arrays, *, compiled: bool = False) -> tuple
     return float(loss), found
 
 
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("case", ["tiny-tied", "tiny-untied"])
+def test_z_loss_is_that_of_all_logits(case: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "LOGITS", 512 * 11)
+    model, batch, weight = model_of(case, "full"), Arrays.of(alone(examples(LENGTHS)), fill_up=False), 0.01
+
+    def direct(model: OpenELM) -> mx.array:
+        logits = model(batch.ids).reshape(-1, model.config.vocab_size)[batch.places]
+        z = mx.logsumexp(logits, axis=-1)
+        return (nn.losses.cross_entropy(logits, batch.targets) + weight * z * z).sum()
+
+    expected, tree = nn.value_and_grad(model, direct)(model)
+    if on_cpu:
+        loss, found = losses.cpu_loss_and_gradients(model, batch, 0, recompute=False, z_loss=weight)
+    else:
+        loss, parts = nn.value_and_grad(model, batch_loss)(model, batch, weight)
+        found = flat(parts)
+    assert float(loss) == pytest.approx(float(expected), rel=CLOSE)
+    assert distance(found, flat(tree)) < CLOSE
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("case", "method", "targets"),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from openelm_mlx.finetune import recipes
 from openelm_mlx.finetune.options import add_options
-from openelm_mlx.finetune.settings import Settings
+from openelm_mlx.finetune.settings import NEW_ONLY, STREAM_ONLY, Settings
 
 FIELDS = dataclasses.fields(Settings)
 
@@ -85,8 +85,10 @@ def test_each_option_arrives_by_its_fields_name(f: dataclasses.Field[Any]) -> No
     expected = (
         tuple(part.strip() for part in text.split(",")) if "tuple" in str(f.type) else type(arrived[f.name])(text)
     )
-    # With a learning rate that no value given for its end is above.
-    assert getattr(recipes.resolve(None, {"learning_rate": 1, **arrived}), f.name) == expected
+    # With a learning rate that no value given for its end is above, and what the setting means something to.
+    around = {"learning_rate": 1, **({"packing": "stream"} if f.name in STREAM_ONLY else {})}
+    around |= {"init": "random"} if f.name in NEW_ONLY else {}
+    assert getattr(recipes.resolve(None, {**around, **arrived}), f.name) == expected
 
 
 def test_several_together_and_the_commands_own() -> None:

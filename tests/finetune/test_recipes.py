@@ -20,7 +20,7 @@ def write(folder: Path, text: str | bytes) -> Path:
 
 
 def test_names() -> None:
-    assert recipes.names() == ["commonsense-dora", "commonsense-lora", "quick-lora"]
+    assert recipes.names() == ["commonsense-dora", "commonsense-lora", "from-scratch", "quick-lora"]
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
@@ -146,7 +146,60 @@ def test_a_recipe_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None
     with pytest.raises(SettingsError) as refusal:
         recipes.load("slow-lora")
     assert str(refusal.value) == (
-        "slow-lora: neither a recipe nor a file; the recipes are commonsense-dora, commonsense-lora, quick-lora"
+        "slow-lora: neither a recipe nor a file; the recipes are commonsense-dora, commonsense-lora, from-scratch, "
+        "quick-lora"
     )
     with pytest.raises(OpenELMError, match="is no regular file"):
         recipes.load(tmp_path)
+
+
+def test_from_scratch_is_corenets() -> None:
+    # projects/openelm/pretraining_configs/openelm_270M.yaml, but for what depends on the size of an update
+    corenet: dict[str, Any] = {
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "decay_exclude": ("norm", "bias"),
+        "max_grad_norm": 1.0,
+        "z_loss": 1e-4,
+        "schedule": "cosine",
+        "nfc": True,
+        "min_characters": 200,
+        "min_tokens": 256,
+        "max_length": 2048,
+    }
+    settings = recipes.resolve(None, {"init": "random", "learning_rate": 0.0053})
+    assert {name: getattr(settings, name) for name in corenet} == corenet
+    assert settings.final_learning_rate == pytest.approx(0.00053)
+    assert settings.method == "full"
+    assert settings.streams
+
+
+def test_a_recipe_of_ones_own_lies_over_from_scratch(tmp_path: Path) -> None:
+    settings = recipes.resolve(write(tmp_path, "init: random\nmin_tokens: 7\n"), {"nfc": False})
+    assert (settings.min_tokens, settings.nfc, settings.min_characters, settings.z_loss) == (7, False, 200, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"uniform": True}, "uniform: of a new model: --init random"),
+        ({"config": "small.yaml"}, "config: of a new model: --init random"),
+        ({"min_tokens": 3}, "min_tokens: of texts that are streamed: --packing stream, or a new model"),
+        ({"init": "random", "model": "m"}, "model: a new model has random weights: leave it out"),
+        ({"init": "random", "rank": 3}, "rank: of an adapter, and method full trains the whole model"),
+        (
+            {"init": "random", "method": "lora"},
+            "method lora adapts a model, and random weights are none; use method full",
+        ),
+        (
+            {"init": "random", "packing": "on"},
+            "packing on: a new model learns from streamed text, packing stream",
+        ),
+    ],
+)
+def test_what_means_nothing_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        recipes.resolve(None, given)
+    assert str(refusal.value) == message

@@ -6,37 +6,13 @@ import fcntl
 import random
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.finetune.runs import LONG, arguments, listing, metrics, refused, train, updates
-from tests.support.cli import finish, run, start
-
-
-@contextmanager
-def started(*given: str | Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of its own, which is gone afterwards."""
-    process = start(*given)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def wait_for(out: Path, lines: int, timeout: float = 300) -> None:
-    """Until that many lines of metrics are there."""
-    path, end = out / "metrics.jsonl", time.monotonic() + timeout
-    while time.monotonic() < end:
-        if path.exists() and path.read_bytes().count(b"\n") >= lines:
-            return
-        time.sleep(0.002)
-    raise AssertionError(f"{out}: never got {lines} lines")
+from tests.finetune.runs import LONG, arguments, listing, metrics, refused, started, train, updates, wait_for
+from tests.support.cli import finish, run
 
 
 @pytest.mark.slow
