@@ -83,6 +83,7 @@ def _refuse_idle(settings: Settings, given: Mapping[str, Any]) -> None:
         ),
         (STREAM_ONLY, not settings.streams, "of texts that are streamed: --packing stream, or a new model"),
         (NEW_ONLY, settings.init != "random", "of a new model: --init random"),
+        (("raw", "train_on_prompt"), settings.streams, "of prompts and completions, and streamed texts have none"),
         (("model", "revision"), settings.init == "random", "a new model has random weights: leave it out"),
     ):
         told = [name for name in names if given.get(name) is not None]

@@ -14,6 +14,7 @@ import numpy as np
 
 from openelm_mlx.files import expand
 from openelm_mlx.finetune.data.batches import permutation
+from openelm_mlx.finetune.data.hub import PREFIX
 from openelm_mlx.finetune.data.records import DataError, Record
 from openelm_mlx.finetune.data.textfiles import ENDINGS, Texts
 from openelm_mlx.settings import whole_number
@@ -58,6 +59,8 @@ def find_corpus(data: str | None, valid: str | None, test: str | None) -> Corpus
     """
     if data is None:
         raise DataError("there is no data: name a file or a folder with --data")
+    if data.startswith(PREFIX):
+        raise DataError(f"{data}: a data set of the Hub cannot be streamed; save it as Parquet or JSON Lines first")
     named: dict[str, TextSource] = {}
     train: list[TextSource] = []
     for text, weight in weighted_paths(data):
@@ -72,6 +75,20 @@ def find_corpus(data: str | None, valid: str | None, test: str | None) -> Corpus
         if told is not None:
             named[split] = TextSource(told, _files_of(expand(told)))
     return Corpus(tuple(train), named.get("valid"), named.get("test"))
+
+
+def read_whole(data: str) -> list[Path]:
+    """The folders of which all texts are trained on, whatever their names.
+
+    Raises:
+        DataError: as :func:`find_corpus`.
+    """
+    folders = [path for name, _ in weighted_paths(data) if (path := expand(name)).is_dir()]
+    return [path / "train" if (path / "train").is_dir() else path for path in folders if not _has_train_file(path)]
+
+
+def _has_train_file(folder: Path) -> bool:
+    return any((folder / f"train{ending}").exists() for ending in ENDINGS)
 
 
 def weighted_paths(data: str) -> list[tuple[str, float]]:

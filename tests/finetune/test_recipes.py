@@ -187,6 +187,10 @@ def test_a_recipe_of_ones_own_lies_over_from_scratch(tmp_path: Path) -> None:
         ({"uniform": True}, "uniform: of a new model: --init random"),
         ({"config": "small.yaml"}, "config: of a new model: --init random"),
         ({"min_tokens": 3}, "min_tokens: of texts that are streamed: --packing stream, or a new model"),
+        (
+            {"init": "random", "raw": True},
+            "raw: of prompts and completions, and streamed texts have none",
+        ),
         ({"init": "random", "model": "m"}, "model: a new model has random weights: leave it out"),
         ({"init": "random", "rank": 3}, "rank: of an adapter, and method full trains the whole model"),
         (
