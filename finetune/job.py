@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from openelm_mlx import files, plotting
-from openelm_mlx.atomic import OutputError, check_output
+from openelm_mlx.atomic import check_output
 from openelm_mlx.finetune import loggers
 from openelm_mlx.finetune.base import model_files, open_base
-from openelm_mlx.finetune.data.corpus import read_whole
+from openelm_mlx.finetune.data.corpus import require_outside
 from openelm_mlx.finetune.data.dataset import Progress
 from openelm_mlx.finetune.data.preview import preview
 from openelm_mlx.finetune.environment import changed_inputs, changed_machine, environment
@@ -87,7 +87,7 @@ def finetune(
     for source in local_inputs(settings):
         require_apart(source, out)
     if settings.streams:
-        _require_outside(out, settings)
+        require_outside(out, str(settings.data))
     prepared = prepare(settings, watcher, reading, force=force)
     told = _environment(settings, prepared.base)
     with _alone(RunFolder(out)) if is_run(out) else nullcontext():
@@ -131,13 +131,6 @@ def resume(
             watcher.say(f"note: {line}: from here on it is another run than it would have been")
         folder.change_settings(changed)
         return _train(prepared, folder, watcher, on_signal, resumed=True)
-
-
-def _require_outside(out: Path, settings: Settings) -> None:
-    """Refuse a run's folder in a folder of texts: its own files would be read as some when the run is resumed."""
-    for folder in read_whole(str(settings.data)):
-        if folder.resolve() in out.resolve().parents:
-            raise OutputError(f"{out}: lies in {folder}, all files of which are trained on; name another --out")
 
 
 def _check_unchanged(folder: RunFolder, settings: Settings, watcher: Watcher) -> None:

@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from openelm_mlx import files
 from openelm_mlx.atomic import new_folder
 from openelm_mlx.errors import OpenELMError
-from openelm_mlx.finetune.data.corpus import TextSource, find_corpus, texts_of
+from openelm_mlx.finetune.data.corpus import TextSource, find_corpus, require_outside, texts_of
 from openelm_mlx.finetune.data.records import DataError
 from openelm_mlx.finetune.data.sample import Sample
 from openelm_mlx.finetune.tokenizer_options import LONGEST_LINE, TokenizerOptions
@@ -93,6 +93,7 @@ def train_tokenizer(
     sources = _sources(data)
     for path in (path for source in sources for path in source.files):
         require_apart(path, out)
+    require_outside(out, data)
     with new_folder(out, force=force, ours=is_ours) as folder:
         texts, sample = _read(sources, options, progress)
         lines = sample.texts

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from openelm_mlx.atomic import OutputError
 from openelm_mlx.files import expand
 from openelm_mlx.finetune.data.batches import permutation
 from openelm_mlx.finetune.data.hub import PREFIX
@@ -77,14 +78,18 @@ def find_corpus(data: str | None, valid: str | None, test: str | None) -> Corpus
     return Corpus(tuple(train), named.get("valid"), named.get("test"))
 
 
-def read_whole(data: str) -> list[Path]:
-    """The folders of which all texts are trained on, whatever their names.
+def require_outside(out: Path, data: str) -> None:
+    """Refuse an output folder among texts: whoever reads them next would read its files as some.
 
     Raises:
+        OutputError: it lies in a folder of which all texts are trained on, whatever their names.
         DataError: as :func:`find_corpus`.
     """
     folders = [path for name, _ in weighted_paths(data) if (path := expand(name)).is_dir()]
-    return [path / "train" if (path / "train").is_dir() else path for path in folders if not _has_train_file(path)]
+    for path in (path for path in folders if not _has_train_file(path)):
+        folder = path / "train" if (path / "train").is_dir() else path
+        if folder.resolve() in out.resolve().parents:
+            raise OutputError(f"{out}: lies in {folder}, all files of which are trained on; name another --out")
 
 
 def _has_train_file(folder: Path) -> bool:

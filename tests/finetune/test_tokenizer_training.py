@@ -267,6 +267,17 @@ def test_texts_are_never_replaced(tmp_path: Path) -> None:
     assert data.exists()
 
 
+def test_a_tokenizer_is_not_made_among_its_texts(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    save(folder / "a.jsonl", TEXTS)
+    with pytest.raises(OpenELMError, match=r"tok: lies in .*texts, all files of which are trained on"):
+        train(folder / "tok", folder)
+    assert [p.name for p in folder.iterdir()] == ["a.jsonl"]
+    (folder / "a.jsonl").rename(folder / "train.jsonl")  # of such a folder no other file is read
+    assert train(folder / "tok", folder).texts == len(TEXTS)
+
+
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
     data = save(tmp_path / "a.jsonl", TEXTS)
     with pytest.raises(OpenELMError, match=r"out: cannot be written: File exists"):
