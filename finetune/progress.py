@@ -121,7 +121,7 @@ class Bar:
         )
         self._bars = Progress(count, BarColumn(20), figures, console=console, refresh_per_second=4)
         self._figures = Figures(1, 0, clock)
-        self._training = self._bars.add_task("step", total=None, figures="")
+        self._training = self._bars.add_task("step", total=None, visible=False, figures="")
         self._evaluation = self._bars.add_task("evaluating", total=None, visible=False, figures="")
 
     def say(self, line: str) -> None:
@@ -129,7 +129,7 @@ class Bar:
 
     def begin(self, first_step: int, total_steps: int) -> None:
         self._figures = Figures(first_step, total_steps, self._clock)
-        self._bars.update(self._training, total=total_steps, completed=first_step - 1)
+        self._bars.update(self._training, total=total_steps, completed=first_step - 1, visible=True)
         self._bars.start()
 
     def step(self, metrics: Metrics) -> None:
@@ -137,8 +137,8 @@ class Bar:
         self._bars.update(self._training, completed=metrics["step"], figures=str(self._figures))
 
     def validating(self, done: int, total: int) -> None:
-        self._bars.start()  # what preferences are compared with is computed before training begins
         self._bars.update(self._evaluation, completed=done, total=total, visible=done < total)
+        self._bars.start()  # what preferences are compared with is computed before training begins
 
     def validation(self, metrics: Metrics) -> None:
         self.say(evaluation_line(metrics))

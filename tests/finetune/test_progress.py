@@ -204,3 +204,4 @@ def test_a_bar_shows_what_is_evaluated_before_training_begins() -> None:
     bar.validating(1, 3)
     bar.end()
     assert re.search(r"evaluating 1/3", out.getvalue())
+    assert "step" not in out.getvalue()
