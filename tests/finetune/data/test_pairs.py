@@ -18,7 +18,7 @@ from openelm_mlx.finetune.data.records import DataError
 from openelm_mlx.finetune.data.types import Encoded, Item, Pair
 from openelm_mlx.finetune.settings import Settings
 from openelm_mlx.tokenizer import Tokenizer
-from tests.finetune.data.test_encoding import CHATML_BYTES, LLAMA, NAMES, turn
+from tests.finetune.data.test_encoding import CHATML_BYTES, LLAMA, NAMES, ZEPHYR_LLAMA, turn
 
 NEEDED = "preferences need prompt, chosen and rejected (--objective dpo)"
 
@@ -100,6 +100,15 @@ def test_every_form_has_the_templates_tokens(form: str) -> None:
     assert beside(CHATML_BYTES, pair.chosen) == (prompt, chosen)
     assert beside(CHATML_BYTES, pair.rejected) == (prompt, rejected)
     assert CHATML_BYTES.encode_chat([user("hi")]) == pair.chosen.ids[: int(pair.chosen.learn.argmax())].tolist()
+
+
+def test_the_template_that_instruct_was_made_with() -> None:
+    pair = pair_of(ZEPHYR_LLAMA, FORMS["UltraFeedback"])
+    assert ZEPHYR_LLAMA.encode_chat([user("hi")]) == pair.chosen.ids[: int(pair.chosen.learn.argmax())].tolist()
+    for row, text in zip(pair.rows, ("the", "user"), strict=True):
+        assert ZEPHYR_LLAMA.decode(row.ids[row.learn].tolist()).strip() == text
+        assert row.ids[-1] == 2
+        assert row.ids[row.learn].tolist().count(2) == 1
 
 
 def test_earlier_replies_belong_to_the_prompt() -> None:
