@@ -18,13 +18,14 @@ from openelm_mlx.cli.wrapped import Wrapped
 _WIDEST = 96
 """Columns; longer lines are hard to read."""
 _INDENT = 2
+_CUT = "..."
 
 
 class Stage:
-    """Everything that is shown goes through here, to standard output."""
+    """Everything that is shown goes through here, to standard output unless another `console` is given."""
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False, emoji=False, markup=False)
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, emoji=False, markup=False)
         self._console.width = min(self._console.width, _WIDEST)
 
     def frame(self, title: str, text: str, facts: Mapping[str, str]) -> None:
@@ -46,7 +47,8 @@ class Stage:
     def say(self, text: str) -> None:
         """A paragraph."""
         self._console.print()
-        self._console.print(Text(text))
+        with self._wrapped(0) as paragraph:
+            paragraph.add(text)
 
     def command(self, arguments: Sequence[str]) -> None:
         """A command as it is typed; the terminal itself wraps it, so that it can be copied."""
@@ -57,17 +59,14 @@ class Stage:
     def quote(self, lines: Sequence[str]) -> None:
         """Lines of a file, cut off at the edge."""
         self._console.print()
+        room = max(self._console.width - _INDENT, len(_CUT))
         for line in lines:
-            self._console.print(Padding(Text(line, overflow="ellipsis", no_wrap=True), (0, 0, 0, _INDENT)))
+            shown = line if len(line) <= room else line[: room - len(_CUT)] + _CUT
+            self._write(f"{' ' * _INDENT}{shown}\n")
 
-    @contextmanager
-    def output(self) -> Iterator[Wrapped]:
+    def output(self) -> AbstractContextManager[Wrapped]:
         """What takes a command's output as it comes."""
-        wrapped = Wrapped(self._write, self._console.width, _INDENT)
-        try:
-            yield wrapped
-        finally:
-            wrapped.end()
+        return self._wrapped(_INDENT)
 
     def waiting(self, text: str) -> AbstractContextManager[object]:
         """On a terminal, a line that says what is being done as long as the block lasts."""
@@ -88,6 +87,14 @@ class Stage:
             self._console.print()
             self._console.print(Text(f"# {what}", "dim"))
             self._console.print(Text(command, "bold cyan"), soft_wrap=True)
+
+    @contextmanager
+    def _wrapped(self, indent: int) -> Iterator[Wrapped]:
+        wrapped = Wrapped(self._write, self._console.width, indent)
+        try:
+            yield wrapped
+        finally:
+            wrapped.end()
 
     def _write(self, text: str) -> None:
         self._console.print(Text(text, end=""), soft_wrap=True, end="")

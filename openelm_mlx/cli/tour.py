@@ -102,9 +102,7 @@ class Tour:
     def _tune(self, number: int) -> None:
         self.stage.step(number, "Fine-tune")
         lines = (self.folder / DATA / "train.jsonl").read_text(encoding="utf-8").splitlines()
-        self.stage.say(
-            f"{len(lines)} sentences to learn from, written for this tour. They begin as an address does and end in pie:"
-        )
+        self.stage.say(f"{len(lines)} sentences to learn from, which begin as an address does and end in pie:")
         self.stage.quote(lines[:2])
         self.stage.say("Two openings that are none of theirs, before:")
         self._openings()
