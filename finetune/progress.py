@@ -76,14 +76,14 @@ class Lines:
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         self._console, self._clock = console, clock
         self._figures = Figures(1, 0, clock)
-        self._last_line, self._last_step = -math.inf, 0
+        self._last_line, self._last_step, self._begun = -math.inf, 0, -math.inf
 
     def say(self, line: str) -> None:
         _print(self._console, line)
 
     def begin(self, first_step: int, total_steps: int) -> None:
         self._figures = Figures(first_step, total_steps, self._clock)
-        self._last_line, self._last_step = -math.inf, first_step - 1
+        self._last_line, self._last_step, self._begun = -math.inf, first_step - 1, self._clock()
 
     def step(self, metrics: Metrics) -> None:
         self._figures.add(metrics)
@@ -91,7 +91,8 @@ class Lines:
             self._show()
 
     def validating(self, done: int, total: int) -> None:
-        if done < total and self._due():
+        lasting = self._clock() - self._begun >= _EVERY  # a short one before the first update needs no line
+        if done < total and lasting and self._due():
             self._last_line = self._clock()
             self.say(f"evaluating: batch {done}/{total}")
 

@@ -78,6 +78,20 @@ def test_evaluations_have_a_line_each_and_long_ones_more() -> None:
     ]
 
 
+def test_a_short_evaluation_before_the_first_update_does_not_take_its_line() -> None:
+    lines, clock, out = plain()
+    lines.begin(1, 100)
+    for done in (1, 2, 3):
+        clock.now += 1
+        lines.validating(done, 3)
+    lines.step(update(1))
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 1/100"]
+    lines.begin(1, 100)
+    clock.now += 31
+    lines.validating(1, 3)
+    assert out.getvalue().splitlines()[1:] == ["evaluating: batch 1/3"]
+
+
 def test_plain_output_steers_nothing_and_wraps_nothing() -> None:
     lines, clock, out = plain()
     run(lines, clock)
