@@ -11,12 +11,16 @@ STAMP := $(VENV)/.installed
 # An old pip cannot do an editable install of this project; a recent one is left as it is.
 INSTALL := $(RUN) pip install --quiet 'pip>=23.1' && $(RUN) pip install --quiet --editable
 
-.PHONY: test demo lint types unit slow wheel clean
+.PHONY: test demo demo-model lint types unit slow wheel clean
 
 test: lint types unit
 
 demo: $(VENV)/bin/openelm
 	@$< demo
+
+# Trains what is in openelm_mlx/assets again, in build/demo-model; see docs/demo-model.md.
+demo-model: $(STAMP)
+	PYTHON=$(abspath $(VENV))/bin/python docs/demo-model/retrain.sh
 
 lint: $(STAMP)
 	$(RUN) ruff check .
