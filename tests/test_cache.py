@@ -32,7 +32,7 @@ def brute_mask(offset: int, length: int, window: int | None = None) -> Array:
     return mask
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.one_of(st.integers(1, 5), st.integers(100, 300), st.integers(-300, -1)), min_size=1, max_size=8),
     st.sampled_from([mx.float32, mx.bfloat16]),

@@ -163,7 +163,7 @@ class TestRoundTrip:
         config = OpenELMConfig.from_dict({**module.COMMON, **module.CASES[case]})
         assert OpenELMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.data())
     def test_any_config_through_json(self, data: st.DataObject) -> None:
         number, layers = st.floats(0.1, 8, allow_nan=False), data.draw(st.integers(1, 6))

@@ -369,7 +369,7 @@ class TestText:
         responses = stream(says(b"ab\xe2", EOS), stop=["\ufffd"])
         assert (text_of(responses), responses[-1].finish_reason) == ("ab", "stop")
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.lists(st.integers(0, 255), min_size=1, max_size=30))
     def test_pieces_make_the_whole(self, tokens: list[int]) -> None:
         responses = stream(says(bytes(tokens)), max_tokens=len(tokens), ignore_eos=True)

@@ -91,7 +91,7 @@ class TestPacking:
         ratio = group_errors(weight, ours, how).sum() / group_errors(weight, theirs, how).sum()
         assert ratio < (0.95 if bits == 4 else 1.0)
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=80)
     @given(st.data())
     def test_never_worse_than_mlx_in_any_group(self, data: st.DataObject) -> None:
         rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

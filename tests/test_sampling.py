@@ -85,7 +85,7 @@ class TestFilters:
         assert kept(p, top_k=1) == kept(p, min_p=1.0) == [0, 1, 2, 3]
         assert len(kept(p, top_p=0.5)) == 2
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(
         st.lists(st.integers(1, 40), min_size=1, max_size=30),
         st.integers(0, 35),

@@ -23,7 +23,7 @@ MULTIPLIERS = st.one_of(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(MULTIPLIERS, MULTIPLIERS, st.integers(1, 100))
 def test_spread_is_numpys_linspace_rounded(first: float, last: float, layers: int) -> None:
     expected = [round(v, 2) for v in np.linspace(first, last, num=layers, dtype=float)]

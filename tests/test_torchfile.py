@@ -249,7 +249,7 @@ WHOLE = (DATA / "training.pt").read_bytes()
 with zipfile.ZipFile(io.BytesIO(WHOLE)) as _archive:
     ENTRIES = {name.split("/", 1)[1]: _archive.read(name) for name in _archive.namelist()}
 CHANGES = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=4)), max_size=6)
-SETTINGS = settings(deadline=None, max_examples=150, database=None)
+SETTINGS = settings(max_examples=150, database=None)
 
 
 def mutate(data: bytes, changes: list[tuple[float, bytes]], keep: float) -> bytes:
