@@ -266,6 +266,10 @@ class TestTheTour:
         opening = next(o for o in OPENINGS if o in command)
         assert of_generate(done.out, opening)[1] == " ".join((opening + again.stdout).split())
 
+    def test_the_page_on_the_tour_shows_these_commands(self, toured: tuple[Done, Path]) -> None:
+        page = (ROOT / "docs" / "demo.md").read_text()
+        assert list(blocks(page)) == list(blocks(toured[0].out))
+
     def test_the_speeds_are_those_of_the_file(self, toured: tuple[Done, Path]) -> None:
         done, kept = toured
         for speeds in json.loads((kept / SPEEDS).read_text())["rows"]:
