@@ -22,6 +22,7 @@ from openelm_mlx.benchmarks.choices import (
     trainers,
 )
 from openelm_mlx.benchmarks.trainers.base import Training
+from openelm_mlx.cli import default_model
 from openelm_mlx.convert.choices import PRECISIONS
 from openelm_mlx.errors import OpenELMError
 
@@ -32,10 +33,8 @@ _TRAINING = Training()
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-Model = Annotated[
-    str | None,
-    typer.Option(help="A model folder, a Hugging Face Hub name, or a size such as OpenELM-270M.", show_default=False),
-]
+_MODEL = "A model folder, a Hugging Face Hub name, or a size such as OpenELM-270M."
+Model = Annotated[str | None, typer.Option(help=_MODEL, show_default=False)]
 RandomWeights = Annotated[
     bool, typer.Option("--random-weights", help="Measure the size without its weights: speed depends on shapes alone.")
 ]
@@ -48,7 +47,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to 
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
-    model: Model = None,
+    model: Annotated[str | None, typer.Option(help=_MODEL, show_default=default_model.HELP)] = None,
     random_weights: RandomWeights = False,
     precision: Precision = None,
     suite: Annotated[
@@ -97,6 +96,8 @@ def bench(
     if context.invoked_subcommand:
         check_nothing_for_a_verb(given, context.invoked_subcommand)
         return
+    if suite is None and not random_weights:
+        model = default_model.named_or_embedded(model)
     wanted = plan(
         suite,
         model=model,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from openelm_mlx.cli import default_model
 from openelm_mlx.cli.status_line import status_line
 from openelm_mlx.errors import OpenELMError
 from openelm_mlx.settings import DEFAULT_MAX_TOKENS, Sampling
@@ -25,10 +26,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Option(help="Model folder, or a Hugging Face Hub name.", show_default=False)],
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", help="The prompt; - reads standard input.", show_default=False)
     ],
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, or a Hugging Face Hub name.", show_default=default_model.HELP)
+    ] = None,
     adapter: Annotated[str | None, typer.Option(help="Folder of a LoRA or DoRA adapter to run the model with.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = DEFAULT_MAX_TOKENS,
     system: Annotated[
@@ -97,6 +100,7 @@ def generate(
     Sampling(**sampling), StopStrings(stop or ())  # a wrong value is refused before the model is loaded
     if adapter is not None:
         check_adapter(adapter)
+    model = default_model.named_or_embedded(model)
     folder = hub.resolve(model, revision=revision, quiet=quiet)
     if not force:
         require_memory(folder, dtype, cpu_weights, adapter)

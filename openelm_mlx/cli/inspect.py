@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from openelm_mlx.cli import default_model
 from openelm_mlx.layer_paths import grouped
 
 if TYPE_CHECKING:
@@ -18,7 +19,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="Model folder, Hugging Face Hub name, or a size such as OpenELM-270M.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Model folder, Hugging Face Hub name, or a size such as OpenELM-270M.", show_default=default_model.HELP
+        ),
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
@@ -31,7 +37,7 @@ def inspect(
     """
     from openelm_mlx.summary import summarize
 
-    summary = summarize(model, revision)
+    summary = summarize(default_model.named_or_embedded(model), revision)
     if plot:
         _plot(summary, plot)
     if as_json:
