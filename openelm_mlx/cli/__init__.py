@@ -16,6 +16,7 @@ VERBS = {
     "adapter": "openelm_mlx.finetune.adapter_command",
     "bench": "openelm_mlx.benchmarks.command",
     "convert": "openelm_mlx.convert.command",
+    "demo": "openelm_mlx.cli.demo",
     "finetune": "openelm_mlx.finetune.command",
     "fuse": "openelm_mlx.finetune.fuse_command",
     "generate": "openelm_mlx.cli.generate",
