@@ -6,6 +6,7 @@ Imports nothing heavy, so that ``openelm bench --help`` can show it at once.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,14 +110,16 @@ def plan(
     asked = None if prompt_tokens is None else lengths(prompt_tokens)
     if suite is None:
         if model is None:
-            raise OpenELMError(f"name a --model, or a --suite ({', '.join(SUITES)})")
+            raise OpenELMError(f"random weights need a size: --model OpenELM-270M, or a --suite ({', '.join(SUITES)})")
         base = _protocol(protocol or DEFAULT_PROTOCOL)
         precisions: tuple[str | None, ...] = ("bf16",) if random_weights else (None,)
         if precision is not None:
             precisions = names(precision)
         runs = _runs(base, asked or (base.prompt_tokens,), changes)
-        cases = tuple(Case(one, random_weights, p, runs) for one in names(model) for p in precisions)
-        return Plan(names(model)[0], cases, peers)
+        # A folder's own name may have commas. os.path: a name too long for a file is False, not an exception.
+        models = (model,) if os.path.exists(model) else names(model)  # noqa: PTH110
+        cases = tuple(Case(one, random_weights, p, runs) for one in models for p in precisions)
+        return Plan(models[0], cases, peers)
     if suite not in SUITES:
         raise OpenELMError(f"there is no suite {suite!r}; there are {', '.join(SUITES)}")
     if model or random_weights:

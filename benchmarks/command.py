@@ -22,7 +22,7 @@ from openelm_mlx.benchmarks.choices import (
     trainers,
 )
 from openelm_mlx.benchmarks.trainers.base import Training
-from openelm_mlx.cli import default_model
+from openelm_mlx.cli.default_model import model_or_demo
 from openelm_mlx.convert.choices import PRECISIONS
 from openelm_mlx.errors import OpenELMError
 
@@ -33,8 +33,14 @@ _TRAINING = Training()
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_MODEL = "A model folder, a Hugging Face Hub name, or a size such as OpenELM-270M."
-Model = Annotated[str | None, typer.Option(help=_MODEL, show_default=False)]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="A model folder, a Hugging Face Hub name, or a size such as OpenELM-270M; the embedded demonstration "
+        "model by default.",
+        show_default=False,
+    ),
+]
 RandomWeights = Annotated[
     bool, typer.Option("--random-weights", help="Measure the size without its weights: speed depends on shapes alone.")
 ]
@@ -97,7 +103,7 @@ def bench(
         check_nothing_for_a_verb(given, context.invoked_subcommand)
         return
     if suite is None and not random_weights:
-        model = default_model.named_or_embedded(model)
+        model = model_or_demo(model, quiet=quiet)
     wanted = plan(
         suite,
         model=model,
@@ -225,9 +231,11 @@ def _explain(subjects: list[Any], json_file: Path | None) -> None:
 def _one_subject(model: str | None, random_weights: bool, precision: str | None) -> Any:
     from openelm_mlx.benchmarks.suite import subject_of
 
-    if model is None:
-        raise OpenELMError("name a model: --model FOLDER, or --model OpenELM-270M --random-weights")
-    if random_weights and precision is None:
+    if not random_weights:
+        model = model_or_demo(model)
+    elif model is None:
+        raise OpenELMError("random weights need a size: --model OpenELM-270M")
+    elif precision is None:
         precision = "bf16"
     return subject_of(model, random_weights=random_weights, precision=precision)
 

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from openelm_mlx.benchmarks.models import GROUP_SIZE, PRECISIONS
+from openelm_mlx.benchmarks.models import PRECISIONS, pack
 from openelm_mlx.benchmarks.table import aligned
 from openelm_mlx.benchmarks.tracing import Step, primitives
 from openelm_mlx.cache import make_cache
@@ -165,7 +165,7 @@ def _take_no_memory(model: nn.Module, precision: str) -> None:
     model.set_dtype(dtype)
     _detach_model(model)
     if bits:
-        nn.quantize(model, GROUP_SIZE, bits)
+        pack(model, bits)
         _detach_model(model)
 
 

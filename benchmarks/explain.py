@@ -108,18 +108,20 @@ class Explanation:
         return {**asdict(self), "parts": [asdict(part) for part in self.parts]}
 
 
-def explain(model: OpenELM, *, context: int = CONTEXT, repeats: int = REPEATS) -> Explanation:
+def explain(model: OpenELM, *, context: int | None = None, repeats: int = REPEATS) -> Explanation:
     """Measure one decode step of a loaded model, part by part, in alternating rounds.
 
     Args:
         model: ready to run, as :func:`openelm_mlx.load` returns it.
-        context: tokens in the cache.
+        context: tokens in the cache; by default :data:`CONTEXT`, or half the window where that is less.
         repeats: rounds; each figure is the median of as many.
 
     Raises:
         OpenELMError: the context leaves no room in the window, or there is no round.
     """
     window = model.config.max_context_length
+    if context is None:
+        context = min(CONTEXT, window // 2)
     if not 1 <= context <= window - _GENERATED:
         raise OpenELMError(f"context must be from 1 to {window - _GENERATED} for a window of {window}, not {context}")
     if repeats < 1:

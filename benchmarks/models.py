@@ -99,5 +99,14 @@ def fill_randomly(model: nn.Module, precision: str, seed: int = 0) -> None:
 
     model.update(tree_map_with_path(values, model.parameters()))
     if bits:
-        nn.quantize(model, GROUP_SIZE, bits)
+        pack(model, bits)
         mx.eval(model.parameters())
+
+
+def pack(model: nn.Module, bits: int) -> None:
+    """Pack what a conversion packs: every matrix whose rows groups of 64 divide. Works for mlx-lm's models too."""
+
+    def fits(path: str, layer: nn.Module) -> bool:
+        return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % GROUP_SIZE == 0
+
+    nn.quantize(model, GROUP_SIZE, bits, class_predicate=fits)

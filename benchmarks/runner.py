@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import openelm_mlx
-from openelm_mlx import device
+from openelm_mlx import device, own_python
 from openelm_mlx.benchmarks import peers
 from openelm_mlx.benchmarks.models import Subject
 from openelm_mlx.benchmarks.peers.base import (
@@ -51,12 +50,6 @@ WARM_UP_TOKENS = 8
 
 PAUSE = 0.1
 """Seconds between two turns, in which the threads of the one before stop spinning."""
-
-_START = (
-    "import sys; root = sys.argv.pop(); sys.path[:] = [root, *filter(None, sys.path)]; import openelm_mlx; "
-    "sys.path.remove(root); from openelm_mlx.benchmarks.{} import main; main()"
-)
-"""Finds this very package in any Python, and nothing else beside it or in the current folder."""
 
 _STORED_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "4bit": 0.5625, "8bit": 1.0625}
 """Bytes a weight takes in a preset's precision; packed ones with a scale and a bias for each 64."""
@@ -231,11 +224,10 @@ class Worker:
         self.timeout = timeout
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         self._rest = b""
-        root = str(Path(openelm_mlx.__file__).parents[1])
         own = {} if contender.preloads else {device.BLAS_VARIABLE: "none"}
         try:
             self._process = subprocess.Popen(
-                [contender.python or sys.executable, "-c", _START.format(module), root],
+                [contender.python or sys.executable, *own_python.arguments(f"openelm_mlx.benchmarks.{module}")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

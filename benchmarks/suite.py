@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from openelm_mlx import device, hub, machine
+from openelm_mlx import assets, device, hub, machine
 from openelm_mlx.benchmarks import busy, dispatches, runner
 from openelm_mlx.benchmarks.bandwidth import Bandwidth, read_bandwidth
 from openelm_mlx.benchmarks.models import Subject, stored_as
@@ -22,6 +22,9 @@ from openelm_mlx.errors import OpenELMError
 from openelm_mlx.loading import read_model_config
 
 IN_FLOAT32 = "on a CPU openelm-mlx computes in float32, whatever precision is stored; MB/token tells what is read"
+
+_EMBEDDED = "embedded model"
+"""What tables call it; its path is long."""
 
 Progress = Callable[[str], None]
 
@@ -55,6 +58,7 @@ def subject_of(name: str, *, random_weights: bool, precision: str | None) -> Sub
     if precision is not None:
         raise OpenELMError(f"--precision goes with --random-weights: {name} has the precision it was converted to")
     folder = hub.resolve(name)
+    name = _EMBEDDED if folder == assets.MODEL else name
     return Subject(name, folder=folder, precision=stored_precision(folder))
 
 

@@ -123,7 +123,8 @@ def _summary(o: Outcome) -> list[str]:
             f"validation loss {o.first_loss:.4f} before, {state.best_loss:.4f} after update {state.best_step:,} (kept)"
         )
     if o.test is not None:
-        lines.append(f"test loss {o.test['test_loss']:.4f}, perplexity {o.test['perplexity']:.3f}")
+        more = "perplexity {perplexity:.3f}" if "perplexity" in o.test else "accuracy {test_accuracy:.1%}"
+        lines.append(f"test loss {{test_loss:.4f}}, {more}".format(**o.test))
     if (o.folder / "adapters.safetensors").exists():
         what = f"--model {shlex.quote(o.model)} --adapter {shlex.quote(str(o.folder))}"
     else:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from openelm_mlx.finetune.base import Base
@@ -16,7 +16,7 @@ from openelm_mlx.finetune.data.encoding import Encoder
 from openelm_mlx.finetune.data.splits import find_splits
 from openelm_mlx.finetune.data.streaming import TextFilter
 from openelm_mlx.finetune.data.survey import open_stream
-from openelm_mlx.finetune.data.types import Batch, Encoded, Stream
+from openelm_mlx.finetune.data.types import Batch, Item, Stream
 from openelm_mlx.finetune.settings import Settings, SettingsError
 
 
@@ -28,6 +28,12 @@ class Feed:
     valid: list[Batch]
     """The same each time; none to do without."""
     test: list[Batch]
+
+    def once(self) -> tuple[Iterator[Batch], int]:
+        """Batches with everything that is in memory once, those to evaluate too; and how many these are."""
+        assert isinstance(self.train, Batches)
+        count = len(self.valid) + len(self.test) + self.train.batches_of(0)
+        return chain(self.valid, self.test, self.train.epoch(0)), count
 
 
 def data_files(settings: Settings) -> tuple[Path, ...]:
@@ -75,7 +81,7 @@ def _streamed(s: Settings, base: Base, length: int, say: Callable[[str], None], 
     return Feed(stream, _first(valid_batches, s.eval_batches), _first(test_batches))
 
 
-def _check_ids(base: Base, example: Encoded) -> None:
+def _check_ids(base: Base, example: Item) -> None:
     """Refuse the tokenizer of another model: an id that no embedding belongs to would be read from anywhere."""
     highest = int(example.ids.max())
     if highest >= base.config.vocab_size:
@@ -85,7 +91,7 @@ def _check_ids(base: Base, example: Encoded) -> None:
         )
 
 
-def _batches(s: Settings, examples: Sequence[Encoded], length: int, *, pack: bool, shuffle: bool) -> Batches:
+def _batches(s: Settings, examples: Sequence[Item], length: int, *, pack: bool, shuffle: bool) -> Batches:
     return Batches(
         examples,
         batch_size=s.batch_size,

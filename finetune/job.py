@@ -13,15 +13,20 @@ from typing import Any
 
 from openelm_mlx import files, plotting
 from openelm_mlx.atomic import check_output
+from openelm_mlx.dtypes import dtype_name
 from openelm_mlx.finetune import loggers
 from openelm_mlx.finetune.base import model_files, open_base
+from openelm_mlx.finetune.data.corpus import require_outside
 from openelm_mlx.finetune.data.dataset import Progress
 from openelm_mlx.finetune.data.preview import preview
 from openelm_mlx.finetune.environment import changed_inputs, changed_machine, environment
 from openelm_mlx.finetune.feed import data_files, read_data
+from openelm_mlx.finetune.losses import Objective
 from openelm_mlx.finetune.metrics import read_metrics
 from openelm_mlx.finetune.plots import draw
+from openelm_mlx.finetune.preferences import Preferences
 from openelm_mlx.finetune.preparing import Prepared, bytes_needed, plan_of, prepare
+from openelm_mlx.finetune.reference import reference_of
 from openelm_mlx.finetune.results import absolute, local_inputs, publish_adapter, publish_model
 from openelm_mlx.finetune.run_folder import (
     ENVIRONMENT,
@@ -33,7 +38,7 @@ from openelm_mlx.finetune.run_folder import (
     is_run,
 )
 from openelm_mlx.finetune.settings import Settings
-from openelm_mlx.finetune.step import Trainer
+from openelm_mlx.finetune.step import Trainer, written_out
 from openelm_mlx.finetune.trainer import Plan, Run
 from openelm_mlx.finetune.watching import Watcher, Watchers
 from openelm_mlx.outputs import require_apart
@@ -85,6 +90,8 @@ def finetune(
     check_output(out, force=force, ours=holds_only_a_run)
     for source in local_inputs(settings):
         require_apart(source, out)
+    if settings.streams:
+        require_outside(out, str(settings.data))
     prepared = prepare(settings, watcher, reading, force=force)
     told = _environment(settings, prepared.base)
     with _alone(RunFolder(out)) if is_run(out) else nullcontext():
@@ -161,7 +168,7 @@ def dry_run(settings: Settings, *, say: Callable[[str], None] = print, reading: 
     plan = plan_of(settings, feed.train)
     needed = bytes_needed(settings, base, feed.train)
     return [
-        *preview(next(feed.train), base.tokenizer),
+        *preview(next(feed.train), base.tokenizer, pairs=settings.objective == "dpo"),
         "",
         f"updates     {plan.steps:,}",
         f"validation  every {plan.eval_every:,}, batches: {len(feed.valid):,}" if feed.valid else "validation  none",
@@ -173,16 +180,16 @@ def _train(
     p: Prepared, folder: RunFolder, watcher: Watcher, on_signal: Callable[[], None], *, resumed: bool
 ) -> Outcome:
     told = Watchers([watcher, *loggers.loggers(p.settings, folder.path)])
-    trainer = Trainer(p.model, p.settings)
     full = p.settings.method == "full"
 
     def publish() -> None:
         if not full:  # a whole model is too much to write each time
             publish_adapter(folder.path, p.model, p.settings, p.precision)
 
-    run = Run(trainer, folder, p.feed.train, p.feed.valid, p.plan, told, publish, on_signal)
-    run.restore(folder.last() if resumed else None)
     try:
+        trainer = Trainer(p.model, p.settings, _objective(p, folder, told))
+        run = Run(trainer, folder, p.feed.train, p.feed.valid, p.plan, told, publish, on_signal)
+        run.restore(folder.last() if resumed else None)
         state = run.go()
         if full:
             publish_model(folder.path, p.model, p.settings, p.tokenizer, p.base)
@@ -194,6 +201,19 @@ def _train(
     if p.settings.plot and plotting.possible():
         draw(folder.metrics, folder.path / PLOT)
     return Outcome(folder.path, p.settings.subject, state, _first_loss(folder), test, p.settings.raw)
+
+
+def _objective(p: Prepared, folder: RunFolder, watcher: Watcher) -> Objective | None:
+    """What the run is for, if not to predict tokens. The model is still the one to start from."""
+    if p.settings.objective != "dpo":
+        return None
+    batches, count = p.feed.once()
+    subject = {
+        "model": folder.environment()["model"]["files"],
+        "dtype": dtype_name(p.model.transformer.norm.weight.dtype),
+    }
+    reference = reference_of(p.model, batches, count, folder, subject, watcher, on_cpu=written_out(p.model))
+    return Preferences(p.settings.dpo_loss, p.settings.beta, reference)
 
 
 def _test(p: Prepared, run: Run) -> dict[str, Any] | None:

@@ -134,4 +134,6 @@ def learning_rate(step: int, total: int, settings: Settings) -> float:
 
 def warmup_steps(total: int, settings: Settings) -> int:
     """Updates in which the learning rate rises."""
-    return total // 20 if settings.warmup_steps is None else settings.warmup_steps
+    if settings.warmup_steps is not None:
+        return settings.warmup_steps
+    return math.floor(total * settings.warmup_ratio + 1e-9)  # 0.29 * 100 is a little below 29

@@ -44,7 +44,7 @@ def draw(metrics: Path, png: Path) -> None:
             axes.plot(*zip(*test, strict=True), "D", color="C2", label=f"test {test[-1][1]:.3f}")
         for step in lost:
             axes.axvline(step, color="C3", linewidth=1, linestyle=":", label=f"not finite at step {step}")
-        _frame(axes)
+        _frame(axes, "pair" if any("accuracy" in line or "valid_accuracy" in line for line in lines) else "token")
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -77,10 +77,10 @@ def _validation(axes: Any, points: Points) -> None:
     axes.plot(step, loss, "*", color="C1", markersize=14, label=f"best validation {loss:.3f} at step {step}")
 
 
-def _frame(axes: Any) -> None:
+def _frame(axes: Any, unit: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set(xlabel="update", ylabel="loss (nats a token)")
+    axes.set(xlabel="update", ylabel=f"loss (nats a {unit})")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -76,16 +76,17 @@ def prepare(settings: Settings, watcher: Watcher, reading: Progress | None, *, f
     share = base.trained / base.parameters
     watcher.say(f"training {base.trained:,} parameters ({share:.2%}), updates: {plan.steps:,}")
     if settings.init == "model" and plan.steps < _FEW and settings.highest_rate <= _usual_rate(settings):
+        rate = "3e-4" if settings.objective == "dpo" else "1e-3"
         watcher.say(
             f"note: {plan.steps} updates are few at this learning rate; with few examples give more --epochs, and "
-            "--learning-rate 1e-3 to an adapter"
+            f"--learning-rate {rate} to an adapter"
         )
     precision = precision_name(parse_dtype(base.dtype)) if base.folder is None else stored_precision(base.folder)
     return Prepared(settings, base.folder, model, base.tokenizer, feed, plan, precision)
 
 
 def _usual_rate(settings: Settings) -> float:
-    return Settings(method=settings.method).highest_rate
+    return Settings(method=settings.method, objective=settings.objective).highest_rate
 
 
 def _loaded(settings: Settings, folder: Path, dtype: str, watcher: Watcher) -> OpenELM:
@@ -120,7 +121,7 @@ def bytes_needed(settings: Settings, base: Base, train: Stream) -> memory.Estima
     item = 4 if base.dtype == "float32" else 2
     return memory.estimate(
         base.config,
-        replace(settings, batch_size=min(settings.batch_size, train.most_rows)),
+        replace(settings, batch_size=train.most_rows),
         weight_bytes=base.parameters * item if base.folder is None else _weight_bytes(base.folder, base, item),
         trained=base.trained,
         item=item,

@@ -40,6 +40,7 @@ class Figures:
         self._timed_from, self._since = self.done, clock()
         self._seconds_of_first: float | None = None
         self._loss = self._tokens = self._seconds = self._weight = self._memory = 0.0
+        self._accuracy: float | None = None
 
     def add(self, metrics: Metrics) -> None:
         """Take an update in."""
@@ -49,6 +50,8 @@ class Figures:
             self._seconds_of_first = now - self._since
             self._timed_from, self._since = self.done, now
         self._loss = _KEEP * self._loss + metrics["loss"]
+        if "accuracy" in metrics:
+            self._accuracy = _KEEP * (self._accuracy or 0.0) + metrics["accuracy"]
         self._tokens = _KEEP * self._tokens + metrics["tokens_per_s"] * metrics["seconds"]
         self._seconds = _KEEP * self._seconds + metrics["seconds"]
         self._weight = _KEEP * self._weight + 1
@@ -63,7 +66,8 @@ class Figures:
     def __str__(self) -> str:
         loss, speed = self._loss / self._weight, self._tokens / max(self._seconds, 1e-9)
         left = f"{duration(self.seconds_left())} left" if self.done < self.total else "done"
-        return f"loss {loss:.3f}  {speed:,.0f} tokens/s  {self._memory:.1f} GB  {left}"
+        accuracy = "" if self._accuracy is None else f"accuracy {self._accuracy / self._weight:.0%}  "
+        return f"loss {loss:.3f}  {accuracy}{speed:,.0f} tokens/s  {self._memory:.1f} GB  {left}"
 
 
 class Lines:
@@ -72,14 +76,14 @@ class Lines:
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         self._console, self._clock = console, clock
         self._figures = Figures(1, 0, clock)
-        self._last_line, self._last_step = -math.inf, 0
+        self._last_line, self._last_step, self._begun = -math.inf, 0, -math.inf
 
     def say(self, line: str) -> None:
         _print(self._console, line)
 
     def begin(self, first_step: int, total_steps: int) -> None:
         self._figures = Figures(first_step, total_steps, self._clock)
-        self._last_line, self._last_step = -math.inf, first_step - 1
+        self._last_line, self._last_step, self._begun = -math.inf, first_step - 1, self._clock()
 
     def step(self, metrics: Metrics) -> None:
         self._figures.add(metrics)
@@ -87,7 +91,8 @@ class Lines:
             self._show()
 
     def validating(self, done: int, total: int) -> None:
-        if done < total and self._due():
+        lasting = self._clock() - self._begun >= _EVERY  # a short one before the first update needs no line
+        if done < total and lasting and self._due():
             self._last_line = self._clock()
             self.say(f"evaluating: batch {done}/{total}")
 
@@ -117,7 +122,7 @@ class Bar:
         )
         self._bars = Progress(count, BarColumn(20), figures, console=console, refresh_per_second=4)
         self._figures = Figures(1, 0, clock)
-        self._training = self._bars.add_task("step", total=None, figures="")
+        self._training = self._bars.add_task("step", total=None, visible=False, figures="")
         self._evaluation = self._bars.add_task("evaluating", total=None, visible=False, figures="")
 
     def say(self, line: str) -> None:
@@ -125,7 +130,7 @@ class Bar:
 
     def begin(self, first_step: int, total_steps: int) -> None:
         self._figures = Figures(first_step, total_steps, self._clock)
-        self._bars.update(self._training, total=total_steps, completed=first_step - 1)
+        self._bars.update(self._training, total=total_steps, completed=first_step - 1, visible=True)
         self._bars.start()
 
     def step(self, metrics: Metrics) -> None:
@@ -134,6 +139,7 @@ class Bar:
 
     def validating(self, done: int, total: int) -> None:
         self._bars.update(self._evaluation, completed=done, total=total, visible=done < total)
+        self._bars.start()  # what preferences are compared with is computed before training begins
 
     def validation(self, metrics: Metrics) -> None:
         self.say(evaluation_line(metrics))
@@ -145,8 +151,12 @@ class Bar:
 
 def evaluation_line(metrics: Metrics) -> str:
     """An evaluation's result for people."""
-    name, key = ("test", "test_loss") if "test_loss" in metrics else ("validation", "valid_loss")
-    return f"step {metrics['step']}  {name} loss {metrics[key]:.3f}, perplexity {metrics['perplexity']:.2f}"
+    name, part = ("test", "test") if "test_loss" in metrics else ("validation", "valid")
+    if "perplexity" in metrics:
+        more = f"perplexity {metrics['perplexity']:.2f}"
+    else:
+        more = f"accuracy {metrics[f'{part}_accuracy']:.1%}, margin {metrics[f'{part}_margin']:.3f}"
+    return f"step {metrics['step']}  {name} loss {metrics[f'{part}_loss']:.3f}, {more}"
 
 
 def duration(seconds: float) -> str:

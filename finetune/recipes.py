@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from openelm_mlx import files
-from openelm_mlx.finetune.settings import ADAPTER_ONLY, NEW_ONLY, STREAM_ONLY, Settings, SettingsError
+from openelm_mlx.finetune.settings import (
+    ADAPTER_ONLY,
+    DPO_ONLY,
+    NEW_ONLY,
+    NEXT_TOKEN_ONLY,
+    STREAM_ONLY,
+    Settings,
+    SettingsError,
+)
 from openelm_mlx.finetune.yamlfile import read_yaml
 
 FOLDER = Path(__file__).with_suffix("")
@@ -57,7 +65,7 @@ def resolve(recipe: str | Path | None, overrides: Mapping[str, Any]) -> Settings
     """The settings of a run: the defaults, over them a recipe's, over these what was given by hand.
 
     A run from random weights has :data:`FROM_SCRATCH` in place of the defaults. A number of epochs given by hand
-    replaces the recipe's number of steps.
+    replaces the recipe's number of steps, and so for the warm-up.
 
     Raises:
         SettingsError: as for :func:`load`, or what was given is wrong, or means nothing to the method.
@@ -68,6 +76,8 @@ def resolve(recipe: str | Path | None, overrides: Mapping[str, Any]) -> Settings
     values = _with_defaults(values)
     if overrides.get("epochs") is not None and overrides.get("steps") is None:
         values.pop("steps", None)
+    if overrides.get("warmup_ratio") is not None:
+        values.pop("warmup_steps", None)
     settings = Settings.from_mapping({**values, **overrides})
     _refuse_idle(settings, overrides)
     return settings
@@ -82,7 +92,11 @@ def _refuse_idle(settings: Settings, given: Mapping[str, Any]) -> None:
             "of an adapter, and method full trains the whole model",
         ),
         (STREAM_ONLY, not settings.streams, "of texts that are streamed: --packing stream, or a new model"),
+        (DPO_ONLY, settings.objective != "dpo", "of preferences: --objective dpo"),
+        (NEXT_TOKEN_ONLY, settings.objective == "dpo", "means nothing with --objective dpo: leave it out"),
+        (("warmup_ratio",), settings.warmup_steps is not None, "--warmup-steps says how many: leave one out"),
         (NEW_ONLY, settings.init != "random", "of a new model: --init random"),
+        (("raw", "train_on_prompt"), settings.streams, "of prompts and completions, and streamed texts have none"),
         (("model", "revision"), settings.init == "random", "a new model has random weights: leave it out"),
     ):
         told = [name for name in names if given.get(name) is not None]

@@ -25,7 +25,7 @@ from openelm_mlx.trees import Tensors
 from openelm_mlx.writer import write_json
 
 CONFIG, ENVIRONMENT, PLOT = "config.yaml", "environment.json", "loss.png"
-CHECKPOINTS, BEST = "checkpoints", "best"
+CHECKPOINTS, BEST, REFERENCE = "checkpoints", "best", "reference.safetensors"
 _WEIGHTS, _OPTIMIZER, _STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -140,6 +140,27 @@ class RunFolder:
         """What to do about a run that had to end."""
         return f"go on with: openelm finetune --resume {shlex.quote(str(self.path))}"
 
+    # What preferences are compared with
+
+    def save_reference(self, tensors: Tensors) -> None:
+        """Keep what the model before training says, whole or not at all.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        new = self.path / f".new-{REFERENCE}"
+        _write_tensors(new, tensors)
+        new.replace(self.path / REFERENCE)
+
+    def reference(self) -> Tensors | None:
+        """What :meth:`save_reference` kept; None if nothing.
+
+        Raises:
+            OpenELMError: it is damaged.
+        """
+        path = self.path / REFERENCE
+        return _read_tensors(path) if files.is_there(path, CheckpointError) else None
+
     # Checkpoints
 
     def save(self, checkpoint: Checkpoint, keep: int) -> Path:
@@ -207,7 +228,7 @@ def is_run(folder: Path) -> bool:
     return all((folder / name).is_file() for name in (CONFIG, METRICS))
 
 
-_OWN = (CONFIG, ENVIRONMENT, METRICS, PLOT, CHECKPOINTS, BEST, "tensorboard", "wandb", "wandb-id")
+_OWN = (CONFIG, ENVIRONMENT, METRICS, PLOT, CHECKPOINTS, BEST, REFERENCE, "tensorboard", "wandb", "wandb-id")
 _RESULTS = re.compile(
     r"adapters\.safetensors|adapter_config\.json|config\.json|generation_config\.json|chat_template\.jinja"
     r"|model.*\.safetensors|model\.safetensors\.index\.json|(tokenizer|special_tokens).*\.(json|model)|\..*"

@@ -18,6 +18,8 @@ from openelm_mlx.errors import OpenELMError
 METHODS = ("lora", "dora", "full")
 SCHEDULES = ("constant", "linear", "cosine")
 INITS = ("model", "random")
+OBJECTIVES = ("next-token", "dpo")
+DPO_LOSSES = ("sigmoid", "hinge")
 PACKING = ("auto", "on", "off", "stream")
 DTYPES = ("auto", "bfloat16", "float32")
 
@@ -26,6 +28,12 @@ ADAPTER_ONLY = ("rank", "alpha", "dropout", "rslora", "targets", "layers")
 
 STREAM_ONLY = ("text_key", "nfc", "min_characters", "min_tokens")
 """Settings of texts that are read while training."""
+
+DPO_ONLY = ("dpo_loss", "beta", "max_prompt")
+"""Settings of preferences."""
+
+NEXT_TOKEN_ONLY = ("train_on_prompt", "z_loss", "packing")
+"""Settings that mean nothing for preferences: their responses alone are learned, and each lies in a row of its own."""
 
 NEW_ONLY = ("config", "tokenizer", "uniform")
 """Settings of a model that begins with random weights."""
@@ -60,6 +68,7 @@ def _setting(panel: str, default: Any, help: str, **limits: Any) -> Any:
 
 
 _data = partial(_setting, "Model and data")
+_preferences = partial(_setting, "Preferences")
 _new = partial(_setting, "New model")
 _stream = partial(_setting, "Streamed text")
 _method = partial(_setting, "Method")
@@ -93,6 +102,17 @@ class Settings:
         least=0,
         most=0.5,
     )
+
+    objective: str = _preferences(
+        "next-token",
+        "What is learned: each next token, or with dpo which of two responses to a prompt is preferred.",
+        choices=OBJECTIVES,
+    )
+    dpo_loss: str = _preferences("sigmoid", "Loss of a pair's margin.", choices=DPO_LOSSES)
+    beta: float = _preferences(
+        0.1, "What a margin is multiplied by: higher keeps the model nearer to what it was.", above=0
+    )
+    max_prompt: int = _preferences(512, "Most tokens of a pair's prompt; longer ones lose their beginning.", least=1)
 
     init: str = _new(
         "model", "Weights to begin with: a model's, or random ones, with the recipe from-scratch.", choices=INITS
@@ -145,15 +165,22 @@ class Settings:
     )
 
     learning_rate: float | None = _optimizer(
-        None, "Highest learning rate; by default 2e-4, and 2e-5 where the whole model is trained.", above=0
+        None,
+        "Highest learning rate; by default 2e-4, and 2e-5 where the whole model is trained; for preferences 5e-5 and "
+        "5e-6.",
+        above=0,
     )
     final_learning_rate: float | None = _optimizer(
         None, "Learning rate at the end; by default 0, and a tenth of the highest for a new model.", least=0
     )
     schedule: str = _optimizer("cosine", "How the learning rate falls.", choices=SCHEDULES)
-    warmup_steps: int | None = _optimizer(
-        None, "Updates in which the learning rate rises; by default 5% of all.", least=0
+    warmup_ratio: float = _optimizer(
+        0.05,
+        "Part of all updates in which the learning rate rises, unless --warmup-steps is given.",
+        least=0,
+        most=1,
     )
+    warmup_steps: int | None = _optimizer(None, "Updates in which the learning rate rises.", least=0)
     beta1: float = _optimizer(0.9, "AdamW: decay of the mean gradient.", least=0, below=1)
     beta2: float = _optimizer(0.95, "AdamW: decay of the mean squared gradient.", least=0, below=1)
     eps: float = _optimizer(1e-8, "AdamW: added to the root of the latter.", above=0)
@@ -181,7 +208,8 @@ class Settings:
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _checked(f, getattr(self, f.name)))
         if self.learning_rate is None:  # config.yaml has what it was
-            object.__setattr__(self, "learning_rate", 2e-5 if self.method == "full" else 2e-4)
+            usual = 5e-5 if self.objective == "dpo" else 2e-4
+            object.__setattr__(self, "learning_rate", usual / 10 if self.method == "full" else usual)
         if self.final_learning_rate is None:
             object.__setattr__(self, "final_learning_rate", self.highest_rate / 10 if self.init == "random" else 0.0)
         if self.lowest_rate > self.highest_rate:
@@ -192,6 +220,8 @@ class Settings:
             raise SettingsError(f"method {self.method} adapts a model, and random weights are none; use method full")
         if self.init == "random" and not self.streams:
             raise SettingsError(f"packing {self.packing}: a new model learns from streamed text, packing stream")
+        if self.objective == "dpo" and self.packing in ("on", "stream"):
+            raise SettingsError(f"packing {self.packing}: the responses of preferences lie in rows of their own")
         if self.steps is not None and self.warmup_steps is not None and self.warmup_steps > self.steps:
             raise SettingsError(f"warmup_steps ({self.warmup_steps}) is above steps ({self.steps})")
 

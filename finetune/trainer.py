@@ -128,16 +128,24 @@ class Run:
         return self.state
 
     def evaluate(self, batches: list[Batch], name: str) -> dict[str, Any]:
-        """Loss and perplexity of the model as it is."""
-        total, targets = 0.0, 0
+        """The objective's figures for the model as it is, as means; for next tokens the perplexity too."""
+        objective = self.trainer.objective
+        totals, count = dict.fromkeys(objective.figures, 0.0), 0
         for done, batch in enumerate(batches, 1):
-            total += self.trainer.evaluate(batch)
-            targets += len(batch.targets)
+            for figure, total in self.trainer.evaluate(batch).items():
+                totals[figure] += total
+            count += objective.count(batch)
             self.watcher.validating(done, len(batches))
             self._stop_if_asked()
-        loss = total / targets
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        return {"step": self.state.step, f"{name}_loss": loss, f"{name}_tokens": targets, "perplexity": perplexity}
+        metrics = {
+            "step": self.state.step,
+            **{f"{name}_{figure}": total / count for figure, total in totals.items()},
+            f"{name}_{objective.unit}": count,
+        }
+        if objective.unit == "tokens":
+            loss = metrics[f"{name}_loss"]
+            metrics["perplexity"] = math.exp(loss) if loss < 700 else math.inf
+        return metrics
 
     def record(self, metrics: dict[str, Any]) -> None:
         """Write an evaluation's result down and tell it."""
@@ -173,7 +181,7 @@ class Run:
         metrics = {
             "step": self.state.step,
             "epoch": epoch,
-            "loss": update.loss,
+            **update.figures,
             "grad_norm": update.norm,
             "learning_rate": rate,
             "tokens": update.targets,

@@ -63,7 +63,7 @@ def new_folder(out: Path, *, force: bool = False, ours: Ours) -> Iterator[Path]:
         OutputError: `out` exists and may not be replaced, its place cannot be written, or the disk is full.
     """
     out = Path(os.path.realpath(out))
-    with _as_output_errors(out), _parents_of(out):
+    with _as_output_errors(out), parents_of(out):
         with _one_at_a_time(out.parent):
             _clean_up_after_killed_runs(out, ours)
             check_output(out, force=force, ours=ours)
@@ -167,7 +167,7 @@ def _in_use(folder: Path) -> bool:
 
 
 @contextmanager
-def _parents_of(out: Path) -> Iterator[None]:
+def parents_of(out: Path) -> Iterator[None]:
     """Make the folders above `out`; those that were missing go again when the block fails."""
     missing = [folder for folder in out.parents if not folder.exists()]
     try:

@@ -81,7 +81,7 @@ def read_file(path: Path) -> TokenizerSource:
         return _from_json(path, data)
     if (found := _not_a_model(data)) is not None:
         raise TokenizerError(f"{path}: found {found}; expected a tokenizer.json or a SentencePiece tokenizer.model")
-    return _from_sentencepiece(path, data)
+    return of_sentencepiece(path, data)
 
 
 def _from_json(path: Path, data: bytes) -> TokenizerSource:
@@ -103,7 +103,12 @@ def _added_tokens(path: Path, parsed: dict[str, Any]) -> list[dict[str, Any]]:
     return added
 
 
-def _from_sentencepiece(path: Path, data: bytes) -> TokenizerSource:
+def of_sentencepiece(path: Path, data: bytes) -> TokenizerSource:
+    """What a SentencePiece model says that is, or will be, the file `path`.
+
+    Raises:
+        TokenizerError: it is none, or of a kind that is not supported.
+    """
     from openelm_mlx.sentencepiece_json import sentencepiece_to_json, special_pieces
 
     try:

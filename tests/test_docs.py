@@ -33,8 +33,12 @@ def test_the_flags_and_recipes_on_the_fine_tuning_page_exist() -> None:
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]*)", page)) - {"--logdir"}  # which is TensorBoard's
     assert len(named) > 20
     assert named - known == set()
-    recipes = re.findall(r"--recipe ([a-z]+-[a-z]+)|^\| `([a-z]+-[a-z]+)` \|", page, re.MULTILINE)
-    assert {a or b for a, b in recipes} == set(names())
+    section = page.partition("\n## Recipes\n")[2].partition("\n## ")[0]
+    cells = [
+        line.split("|")[1] for line in section.splitlines() if line.startswith("| `") and "-" in line.split("|")[1]
+    ]
+    named_recipes = set(re.findall(r"`([a-z][^`]+)`", "".join(cells)))
+    assert named_recipes | set(re.findall(r"--recipe ([a-z][a-z0-9.-]+)(?![\w./])", page)) == set(names())
 
 
 def test_the_sections_that_pages_point_to_exist() -> None:

@@ -262,6 +262,15 @@ def test_no_file_of_a_package_is_left_out_of_the_wheel(built: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_wheel_brings_the_embedded_model_and_stays_small(built: Path) -> None:
+    wheel = wheel_in(built)
+    model = ("config.json", "model.safetensors", "tokenizer.model", "README.md")
+    assert {f"openelm_mlx/assets/demo_model/{name}" for name in model} <= content(wheel)
+    assert {f"openelm_mlx/assets/pie/{name}.jsonl" for name in ("train", "valid")} <= content(wheel)
+    assert wheel.stat().st_size < 9e6
+
+
+@pytest.mark.slow
 def test_the_wheel_installs(built: Path, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     assert python("-m", "venv", str(venv), cwd=tmp_path).returncode == 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from openelm_mlx.errors import OpenELMError
 from openelm_mlx.finetune.data.packing import best_fit
-from openelm_mlx.finetune.data.types import Batch, Encoded, Ids
+from openelm_mlx.finetune.data.types import Batch, Encoded, Ids, Item
 from openelm_mlx.settings import whole_number
 
 _MULTIPLE = 32
@@ -28,8 +28,8 @@ class Batches:
     and the epoch's number alone, so that a position is two numbers.
 
     Args:
-        examples: at least one.
-        batch_size: rows of a batch.
+        examples: at least one; all of a kind.
+        batch_size: rows of a batch; of pairs, which take two rows each, the number of pairs.
         pack: fill rows of `row_length` with several examples each, instead of one example a row.
         row_length: most inputs of a row; an example of n ids has n - 1.
         shuffle_window: how many examples, taken at random, are sorted by length before they are cut into batches (or
@@ -44,7 +44,7 @@ class Batches:
 
     def __init__(
         self,
-        examples: Sequence[Encoded],
+        examples: Sequence[Item],
         *,
         batch_size: int,
         pack: bool,
@@ -54,7 +54,7 @@ class Batches:
         shuffle: bool = True,
     ) -> None:
         self._examples = examples
-        self._sizes = [len(example.ids) - 1 for example in examples]
+        self._sizes = [max(_inputs(row) for row in example.rows) for example in examples]
         self._batch_size = batch_size
         self._pack = pack
         self._row_length = row_length
@@ -81,7 +81,7 @@ class Batches:
     @property
     def most_rows(self) -> int:
         """Rows that no batch has more of."""
-        return min(self._batch_size, len(self._examples))
+        return min(self._batch_size, len(self._examples)) * len(self._examples[0].rows)
 
     @property
     def longest_row(self) -> int:
@@ -177,27 +177,36 @@ class Batches:
     def _length_of(self, row: list[int]) -> int:
         return sum(self._sizes[n] for n in row)
 
-    def _make(self, rows: _Rows) -> Batch:
-        longest = max(map(self._length_of, rows))
-        shape = (len(rows), math.ceil(longest / _MULTIPLE) * _MULTIPLE)
-        ids, following = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        learn = np.zeros(shape, np.bool_)
-        for r, row in enumerate(rows):
-            end = 0
-            for number in row:
-                example, start = self._examples[number], end
-                end += self._sizes[number]
-                ids[r, start:end] = example.ids[:-1]
-                following[r, start:end] = example.ids[1:]
-                learn[r, start:end] = example.learn[1:]
-        places: Ids = np.flatnonzero(learn).astype(np.int32)
-        return Batch(
-            ids=ids,
-            documents=tuple(tuple(self._sizes[n] for n in row) for row in rows),
-            places=places,
-            targets=following.reshape(-1)[places],
-            where=tuple(self._examples[n].where for row in rows for n in row),
-        )
+    def _make(self, planned: _Rows) -> Batch:
+        kept = [[self._examples[n].rows for n in row] for row in planned]
+        return batch_of([row for rows in kept for row in zip(*rows, strict=True)])
+
+
+def batch_of(rows: Sequence[Sequence[Encoded]]) -> Batch:
+    """The batch with these examples in its rows."""
+    documents = tuple(tuple(map(_inputs, row)) for row in rows)
+    shape = (len(rows), math.ceil(max(map(sum, documents)) / _MULTIPLE) * _MULTIPLE)
+    ids, following = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    learn = np.zeros(shape, np.bool_)
+    for r, row in enumerate(rows):
+        end = 0
+        for example in row:
+            start, end = end, end + _inputs(example)
+            ids[r, start:end] = example.ids[:-1]
+            following[r, start:end] = example.ids[1:]
+            learn[r, start:end] = example.learn[1:]
+    places: Ids = np.flatnonzero(learn).astype(np.int32)
+    return Batch(
+        ids=ids,
+        documents=documents,
+        places=places,
+        targets=following.reshape(-1)[places],
+        where=tuple(example.where for row in rows for example in row),
+    )
+
+
+def _inputs(example: Encoded) -> int:
+    return len(example.ids) - 1
 
 
 def permutation(random: np.random.PCG64, count: int) -> list[int]:

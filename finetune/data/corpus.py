@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from openelm_mlx.atomic import OutputError
 from openelm_mlx.files import expand
 from openelm_mlx.finetune.data.batches import permutation
+from openelm_mlx.finetune.data.hub import PREFIX
 from openelm_mlx.finetune.data.records import DataError, Record
 from openelm_mlx.finetune.data.textfiles import ENDINGS, Texts
 from openelm_mlx.settings import whole_number
@@ -58,6 +60,8 @@ def find_corpus(data: str | None, valid: str | None, test: str | None) -> Corpus
     """
     if data is None:
         raise DataError("there is no data: name a file or a folder with --data")
+    if data.startswith(PREFIX):
+        raise DataError(f"{data}: a data set of the Hub cannot be streamed; save it as Parquet or JSON Lines first")
     named: dict[str, TextSource] = {}
     train: list[TextSource] = []
     for text, weight in weighted_paths(data):
@@ -72,6 +76,24 @@ def find_corpus(data: str | None, valid: str | None, test: str | None) -> Corpus
         if told is not None:
             named[split] = TextSource(told, _files_of(expand(told)))
     return Corpus(tuple(train), named.get("valid"), named.get("test"))
+
+
+def require_outside(out: Path, data: str) -> None:
+    """Refuse an output folder among texts: whoever reads them next would read its files as some.
+
+    Raises:
+        OutputError: it lies in a folder of which all texts are trained on, whatever their names.
+        DataError: as :func:`find_corpus`.
+    """
+    folders = [path for name, _ in weighted_paths(data) if (path := expand(name)).is_dir()]
+    for path in (path for path in folders if not _has_train_file(path)):
+        folder = path / "train" if (path / "train").is_dir() else path
+        if folder.resolve() in out.resolve().parents:
+            raise OutputError(f"{out}: lies in {folder}, all files of which are trained on; name another --out")
+
+
+def _has_train_file(folder: Path) -> bool:
+    return any((folder / f"train{ending}").exists() for ending in ENDINGS)
 
 
 def weighted_paths(data: str) -> list[tuple[str, float]]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 from openelm_mlx.errors import OpenELMError, TokenizerError
-from openelm_mlx.finetune.data.encoding import Encoder, cut
-from openelm_mlx.finetune.data.formats import BadRecord, Example, Text, example_of
+from openelm_mlx.finetune.data.encoding import Encoder, Form
+from openelm_mlx.finetune.data.formats import BadRecord, Text
+from openelm_mlx.finetune.data.pairs import PairEncoder
 from openelm_mlx.finetune.data.records import DataError, Record
 from openelm_mlx.finetune.data.report import Report
 from openelm_mlx.finetune.data.splits import Source, find_splits
 from openelm_mlx.finetune.data.splitting import content, keep_for_validation
-from openelm_mlx.finetune.data.types import Encoded
+from openelm_mlx.finetune.data.types import Item
 from openelm_mlx.finetune.settings import Settings
 from openelm_mlx.tokenizer import Tokenizer
 
@@ -28,7 +30,7 @@ _BETWEEN_PROGRESS = 256
 class Dataset:
     """The examples of one split."""
 
-    examples: list[Encoded]
+    examples: list[Item]
     report: Report
     plain: bool
     """Whether all of them are plain text."""
@@ -60,12 +62,12 @@ def open_data(
         OpenELMError: the tokenizer has no end-of-text token, or no chat template for a chat.
     """
     splits = find_splits(settings)
-    encoder = Encoder(tokenizer, raw=settings.raw, train_on_prompt=settings.train_on_prompt)
+    form = _form(settings, tokenizer)
 
     def load(split: str, source: Source | None) -> Dataset | None:
         if source is None:
             return None
-        return load_examples(source, split, encoder, max_length, skip_bad=settings.skip_bad_lines, progress=progress)
+        return load_examples(source, split, form, max_length, skip_bad=settings.skip_bad_lines, progress=progress)
 
     train, valid, test = (load(name, source) for name, source in splits.items())
     assert train is not None
@@ -82,10 +84,16 @@ def open_data(
     return Data(train, valid, test)
 
 
+def _form(s: Settings, tokenizer: Tokenizer) -> Form:
+    if s.objective == "dpo":
+        return PairEncoder(tokenizer, raw=s.raw, max_prompt=s.max_prompt)
+    return Encoder(tokenizer, raw=s.raw, train_on_prompt=s.train_on_prompt)
+
+
 def load_examples(
     source: Source,
     split: str,
-    encoder: Encoder,
+    form: Form,
     max_length: int,
     *,
     skip_bad: bool = False,
@@ -96,7 +104,7 @@ def load_examples(
     Args:
         source: the records.
         split: what they are for, as the report names it.
-        encoder: makes tokens of them.
+        form: what they are, which makes tokens of them.
         max_length: most tokens of an example; what goes beyond is cut off its end.
         skip_bad: count records that are no examples instead of ending there.
         progress: told how far reading is.
@@ -104,7 +112,7 @@ def load_examples(
     Raises:
         DataError: a record is bad, the source cannot be read on, or no example is left.
     """
-    reading = _Reading(split, source.name, encoder, max_length, skip_bad)
+    reading = _Reading(split, source.name, form, max_length, skip_bad)
     with closing(source):
         for number, record in enumerate(source):
             if progress and number % _BETWEEN_PROGRESS == 0:
@@ -120,18 +128,20 @@ def load_examples(
 class _Reading:
     """The examples so far."""
 
-    def __init__(self, split: str, source: str, encoder: Encoder, max_length: int, skip_bad: bool) -> None:
-        self.examples: list[Encoded] = []
-        self.report = Report(split, source, max_length, eos=encoder.eos)
+    def __init__(self, split: str, source: str, form: Form, max_length: int, skip_bad: bool) -> None:
+        self.examples: list[Item] = []
+        self.report = Report(split, source, max_length, unit=form.unit, eos=form.eos)
         self.plain = True
-        self._encoder = encoder
+        self._form = form
         self._skip_bad = skip_bad
         self._seen: set[bytes] = set()
 
     def add(self, record: Record) -> None:
         try:
-            example = _example(record)
-            encoded = self._encoder.encode(example, record.where)
+            if record.problem:
+                raise BadRecord(record.problem)
+            example = self._form.read(record.values)
+            encoded = self._form.encode(example, record.where)
         except (BadRecord, TokenizerError) as e:
             if not self._skip_bad:
                 raise DataError(f"{record.where}: {e}; --skip-bad-lines counts such lines instead") from None
@@ -139,23 +149,17 @@ class _Reading:
             return
         except OpenELMError as e:
             raise DataError(f"{record.where}: {e}") from None
-        kept = self.report.count(encoded, None if encoded is None else cut(encoded, self.report.max_length))
+        kept = self.report.count(encoded, None if encoded is None else self._form.cut(encoded, self.report.max_length))
         if kept is not None:
             self._keep(example, kept)
 
-    def _keep(self, example: Example, encoded: Encoded) -> None:
+    def _keep(self, example: Any, encoded: Item) -> None:
         self.examples.append(encoded)
         self.plain = self.plain and isinstance(example, Text)
         self.report.spelled += any(self.report.eos in text for text in example.texts)
         key = content(encoded)
         self.report.duplicates += key in self._seen
         self._seen.add(key)
-
-
-def _example(record: Record) -> Example:
-    if record.problem:
-        raise BadRecord(record.problem)
-    return example_of(record.values)
 
 
 def _split(train: Dataset, settings: Settings) -> tuple[Dataset, Dataset | None]:
@@ -168,6 +172,6 @@ def _split(train: Dataset, settings: Settings) -> tuple[Dataset, Dataset | None]
     )
 
 
-def _shared(train: Iterable[Encoded], others: Iterable[Encoded]) -> int:
+def _shared(train: Iterable[Item], others: Iterable[Item]) -> int:
     known = {content(example) for example in train}
     return sum(content(example) in known for example in others)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Protocol
+
 import numpy as np
 
 from openelm_mlx.errors import OpenELMError
-from openelm_mlx.finetune.data.formats import Chat, Completion, Example, Instruction, Text
+from openelm_mlx.finetune.data.formats import Chat, Completion, Example, Instruction, Text, example_of
 from openelm_mlx.finetune.data.types import Encoded
 from openelm_mlx.tokenizer import Tokenizer
 
@@ -31,6 +34,32 @@ def alpaca_prompt(instruction: str, input: str) -> str:
     return f"{_INTRODUCTION}{_ALONE} request.  \n\n{task}{answer}"
 
 
+class Form(Protocol):
+    """What is read and encoded as examples: texts that are learned, or preferences."""
+
+    unit: str
+    """What an example is called."""
+    eos: str
+    """How the token that ends examples is written."""
+
+    def read(self, values: Mapping[str, Any]) -> Any:
+        """The example of a record, which has `texts`.
+
+        Raises:
+            BadRecord: the record is none.
+        """
+
+    def encode(self, example: Any, where: str) -> Any:
+        """Its tokens, at whatever length; None when there is nothing to learn.
+
+        Raises:
+            OpenELMError: it cannot be encoded.
+        """
+
+    def cut(self, item: Any, max_length: int) -> Any:
+        """The tokens without what goes beyond; None when nothing to learn would be left."""
+
+
 class Encoder:
     """Makes tokens of examples.
 
@@ -42,6 +71,8 @@ class Encoder:
     Raises:
         OpenELMError: the tokenizer has no end-of-text token.
     """
+
+    unit = "example"
 
     def __init__(self, tokenizer: Tokenizer, *, raw: bool = False, train_on_prompt: bool = False) -> None:
         if tokenizer.eos_token_id is None or tokenizer.eos_token is None:
@@ -55,6 +86,14 @@ class Encoder:
         """How the token that ends examples is written."""
         self._raw = raw
         self._train_on_prompt = train_on_prompt
+
+    def read(self, values: Mapping[str, Any]) -> Example:
+        """The example of a record."""
+        return example_of(values)
+
+    def cut(self, encoded: Encoded, max_length: int) -> Encoded | None:
+        """:func:`cut`."""
+        return cut(encoded, max_length)
 
     def encode(self, example: Example, where: str) -> Encoded | None:
         """The tokens of an example, at whatever length; None when there is nothing in it to learn.

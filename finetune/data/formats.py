@@ -116,15 +116,17 @@ def example_of(values: Mapping[str, Any]) -> Example:
         return _chat("messages", values["messages"])
     if keys == ("prompt", "completion") and not isinstance(values["prompt"], str):
         return _messages_pair(values["prompt"], values["completion"])
-    texts = [_text(key, values[key]) for key in keys]
+    texts = [text_of(key, values[key]) for key in keys]
     if keys == ("text",):
         return Text(*texts)
     if keys == ("prompt", "completion"):
         return Completion(*texts)
-    return Instruction(texts[0], _text("input", values.get("input", "")), texts[1])
+    return Instruction(texts[0], text_of("input", values.get("input", "")), texts[1])
 
 
 def _no_shape(values: Mapping[str, Any]) -> str:
+    if "chosen" in values and "rejected" in values:
+        return "is a preference, 'chosen' and 'rejected'; --objective dpo learns those"
     for keys in _SHAPES:
         missing = [key for key in keys if key not in values]
         if len(missing) < len(keys):
@@ -136,7 +138,12 @@ def _no_shape(values: Mapping[str, Any]) -> str:
     return f"has none of the keys needed, but {shown}; the shapes there are: {SHAPES}"
 
 
-def _text(key: str, value: object) -> str:
+def text_of(key: str, value: object) -> str:
+    """The text that a key holds.
+
+    Raises:
+        BadRecord: it is no text.
+    """
     if not isinstance(value, str):
         raise BadRecord(f"{key!r} must be text, not {kind(value)}")
     return value
@@ -149,19 +156,24 @@ def _messages_pair(prompt: object, completion: object) -> Chat:
             "'prompt' and 'completion' must be both text or both lists of messages, "
             f"not {kind(prompt)} and {kind(completion)}"
         )
-    given = _messages("prompt", prompt)
+    given = messages_of("prompt", prompt)
     said = _chat("completion", completion)
     return Chat((*given, *said.messages), given=len(given))
 
 
 def _chat(key: str, value: object) -> Chat:
-    messages = _messages(key, value)
+    messages = messages_of(key, value)
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRecord(f"{key!r} has no turn of the assistant, so there is nothing to learn")
     return Chat(tuple(messages))
 
 
-def _messages(key: str, value: object) -> list[dict[str, Any]]:
+def messages_of(key: str, value: object, *, empty_turns: bool = False) -> list[dict[str, Any]]:
+    """The messages that a key holds; turns of the assistant may be without text where `empty_turns` says so.
+
+    Raises:
+        BadRecord: they are no messages.
+    """
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRecord(f"{key!r} must be a list of messages, not {kind(value)}")
     try:
@@ -171,6 +183,6 @@ def _messages(key: str, value: object) -> list[dict[str, Any]]:
     for n, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise BadRecord(f"{key!r}: message {n} has the role {message['role']!r}; there are {', '.join(ROLES)}")
-        if message["role"] == "assistant" and not message["content"].strip():
+        if not empty_turns and message["role"] == "assistant" and not message["content"].strip():
             raise BadRecord(f"{key!r}: message {n}, a turn of the assistant, is empty")
     return messages

@@ -8,22 +8,26 @@ from openelm_mlx.finetune.data.types import Batch, Ids
 from openelm_mlx.tokenizer import Tokenizer
 
 
-def preview(batch: Batch, tokenizer: Tokenizer) -> list[str]:
+def preview(batch: Batch, tokenizer: Tokenizer, *, pairs: bool = False) -> list[str]:
     """The batch in lines: first what it holds, then each input token and, where one is learned, the token after it.
 
-    Text is in quotes with what cannot be seen escaped; ``b'...'`` is part of a character.
+    Text is in quotes with what cannot be seen escaped; ``b'...'`` is part of a character. With `pairs` every two rows
+    are a pair's responses.
     """
-    return [*_summary(batch), *_tokens(batch, tokenizer)]
+    return [*_summary(batch, pairs=pairs), *_tokens(batch, tokenizer)]
 
 
-def _summary(batch: Batch) -> list[str]:
+def _summary(batch: Batch, *, pairs: bool) -> list[str]:
     rows, length = batch.ids.shape
     lengths = [sum(row) for row in batch.documents]
     fill = f"{min(lengths)}" if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"
-    examples, trained, padding = len(batch.where), len(batch.targets), batch.ids.size - batch.tokens
+    held = f"examples  {len(batch.where)}{', packed: none sees another in its row' if batch.packed else ''}"
+    if pairs:
+        held = f"pairs     {len(batch.where) // 2}, a row for each response: one chosen, one rejected"
+    trained, padding = len(batch.targets), batch.ids.size - batch.tokens
     return [
         f"rows      {rows} of {length} tokens, filled with {fill}",
-        f"examples  {examples}{', packed: none sees another in its row' if batch.packed else ''}",
+        held,
         f"inputs    {batch.tokens}, and {padding} of padding ({padding / batch.ids.size:.1%} of the batch)",
         f"learned   {trained} tokens ({trained / batch.tokens:.1%} of the inputs have one to learn after them)",
     ]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from openelm_mlx.finetune.data.types import Encoded
+from openelm_mlx.finetune.data.types import Item, Pair
 
 
 @dataclass
@@ -19,6 +19,8 @@ class Report:
     """The file or data set it was read from."""
     max_length: int
     """Most tokens of an example."""
+    unit: str = "example"
+    """What an example is called."""
     examples: int = 0
     tokens: int = 0
     """Of the examples, after cutting."""
@@ -29,9 +31,13 @@ class Report:
     dropped: int = 0
     """Examples left out because their prompt leaves no room for anything to learn."""
     cut: int = 0
-    """Examples that lost their end."""
+    """Examples that lost their end; of a pair, either of its responses."""
     lost: int = 0
     """Tokens they lost."""
+    shortened: int = 0
+    """Pairs whose prompt lost its beginning."""
+    same: int = 0
+    """Pairs whose two responses nothing tells apart, left out."""
     duplicates: int = 0
     """Examples whose tokens are those of an earlier one; they are trained on."""
     spelled: int = 0
@@ -43,14 +49,18 @@ class Report:
     first_bad: str = ""
     """Where the first of these is, and why."""
 
-    def count(self, whole: Encoded | None, kept: Encoded | None) -> Encoded | None:
+    def count(self, whole: Item | None, kept: Item | None) -> Item | None:
         """Count an example (None: there was nothing to learn) and what cutting left of it; returns the latter."""
         if whole is None:
             self.empty += 1
         elif kept is None:
             self.dropped += 1
+        elif isinstance(kept, Pair) and kept.same:
+            self.same += 1
+            return None
         else:
             self._add(kept)
+            self.shortened += isinstance(kept, Pair) and kept.prompt_lost > 0
             self.cut += len(kept.ids) < len(whole.ids)
             self.lost += len(whole.ids) - len(kept.ids)
         return kept
@@ -60,16 +70,16 @@ class Report:
         self.bad += 1
         self.first_bad = self.first_bad or problem
 
-    def of_rest(self, examples: Iterable[Encoded]) -> Report:
+    def of_rest(self, examples: Iterable[Item]) -> Report:
         """The same reading, when only these examples are left of it."""
         report = dataclasses.replace(self, examples=0, tokens=0, learned=0)
         for example in examples:
             report._add(example)
         return report
 
-    def of_kept(self, examples: Iterable[Encoded]) -> Report:
+    def of_kept(self, examples: Iterable[Item]) -> Report:
         """A report of examples kept from these for validation."""
-        report = Report("valid", f"kept from {self.source}", self.max_length)
+        report = Report("valid", f"kept from {self.source}", self.max_length, unit=self.unit)
         for example in examples:
             report._add(example)
         return report
@@ -77,27 +87,29 @@ class Report:
     def lines(self) -> list[str]:
         """For people, one fact a line."""
         facts = [
-            f"{_count(self.examples, 'example')}, {_count(self.tokens, 'token')}, {self.learned:,} of them learned "
+            f"{_count(self.examples, self.unit)}, {_count(self.tokens, 'token')}, {self.learned:,} of them learned "
             f"({self.source})",
             *self._left_out(),
         ]
+        if self.shortened:
+            facts.append(f"{_count(self.shortened, 'prompt')} without their beginning, too long for --max-prompt")
         if self.cut:
             facts.append(
-                f"{_count(self.cut, 'example')} cut to {self.max_length:,} tokens (--max-length), "
+                f"{_count(self.cut, self.unit)} cut to {self.max_length:,} tokens (--max-length), "
                 f"{_count(self.lost, 'token')} lost"
             )
         if self.duplicates:
-            facts.append(f"{_count(self.duplicates, 'example')} the same as an earlier one")
+            facts.append(f"{_count(self.duplicates, self.unit)} the same as an earlier one")
         if self.spelled:
             facts.append(
-                f"{_count(self.spelled, 'example')} with {self.eos} written out, which is learned as text: the end is "
+                f"{_count(self.spelled, self.unit)} with {self.eos} written out, which is learned as text: the end is "
                 "marked without it, and messages get their template from the model"
             )
         return [f"{self.split}: {fact}" for fact in facts]
 
     def nothing_left(self) -> str:
         """The message when there is no example."""
-        return f"{self.source}: no example is left for {self.split}: {'; '.join(self._left_out()) or 'it is empty'}"
+        return f"{self.source}: no {self.unit} is left for {self.split}: {'; '.join(self._left_out()) or 'it is empty'}"
 
     def _left_out(self) -> list[str]:
         facts = []
@@ -105,14 +117,16 @@ class Report:
             facts.append(f"{_count(self.empty, 'record')} left out, with no text to learn")
         if self.dropped:
             facts.append(
-                f"{_count(self.dropped, 'example')} left out, as the prompt alone fills {self.max_length:,} tokens "
+                f"{_count(self.dropped, self.unit)} left out, as the prompt alone fills {self.max_length:,} tokens "
                 "(--max-length)"
             )
+        if self.same:
+            facts.append(f"{_count(self.same, 'pair')} left out, whose responses nothing tells apart")
         if self.bad:
             facts.append(f"{_count(self.bad, 'bad line')} left out, the first: {self.first_bad}")
         return facts
 
-    def _add(self, example: Encoded) -> None:
+    def _add(self, example: Item) -> None:
         self.examples += 1
         self.tokens += len(example.ids)
         self.learned += int(example.learn.sum())

@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
 
-from openelm_mlx.finetune.data.types import Encoded
+from openelm_mlx.finetune.data.types import Item
+
+_Kind = TypeVar("_Kind", bound=Item)
 
 _MOST = 500
 _ENOUGH = 20
 """From so many examples on one is kept, however small the fraction."""
 
 
-def content(example: Encoded, seed: int = 0) -> bytes:
+def content(example: Item, seed: int = 0) -> bytes:
     """What tells the tokens of an example from those of others."""
     return hashlib.blake2b(f"{seed}:".encode() + example.ids.tobytes(), digest_size=16).digest()
 
 
-def keep_for_validation(examples: Sequence[Encoded], fraction: float, seed: int) -> tuple[list[Encoded], list[Encoded]]:
+def keep_for_validation(examples: Sequence[_Kind], fraction: float, seed: int) -> tuple[list[_Kind], list[_Kind]]:
     """The examples to train on and those kept, both in their order.
 
     Which are kept depends on what they say and on the seed, not on where they are: more data moves no example that was

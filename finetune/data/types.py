@@ -24,6 +24,47 @@ class Encoded:
     where: str
     """File and line, for messages: ``my.jsonl:17``."""
 
+    @property
+    def rows(self) -> tuple[Encoded, ...]:
+        """What lies in rows of its own: itself."""
+        return (self,)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two responses to one prompt as tokens, of which one is preferred. It is counted and told apart as one example."""
+
+    chosen: Encoded
+    rejected: Encoded
+    where: str
+    """File and line."""
+    prompt_lost: int = 0
+    """Tokens that the prompt lost at its start."""
+
+    @property
+    def rows(self) -> tuple[Encoded, ...]:
+        """Both, which lie in rows one after the other."""
+        return self.chosen, self.rejected
+
+    @property
+    def ids(self) -> Ids:
+        """Those of both."""
+        return np.concatenate([self.chosen.ids, self.rejected.ids])
+
+    @property
+    def learn(self) -> Flags:
+        """The same for which tokens are of a response."""
+        return np.concatenate([self.chosen.learn, self.rejected.learn])
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing tells the two apart."""
+        return np.array_equal(self.chosen.ids, self.rejected.ids)
+
+
+Item = Encoded | Pair
+"""An example: what an epoch has once."""
+
 
 @dataclass(frozen=True)
 class Batch:

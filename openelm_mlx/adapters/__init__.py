@@ -1,6 +1,13 @@
 """LoRA and DoRA: the layers, putting them into a model, the files they are kept in, and fusing."""
 
-from openelm_mlx.adapters.attaching import adapter_tensors, adapters_of, attach, count_parameters, detach
+from openelm_mlx.adapters.attaching import (
+    adapter_tensors,
+    adapters_of,
+    attach,
+    count_parameters,
+    detach,
+    switched_off,
+)
 from openelm_mlx.adapters.config import LINEARS, METHODS, AdapterConfig, AdapterError, find_targets
 from openelm_mlx.adapters.files import (
     Adapter,
@@ -34,4 +41,5 @@ __all__ = [
     "precision_note",
     "read_adapter",
     "save_adapter",
+    "switched_off",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -64,6 +65,17 @@ def detach(model: nn.Module) -> None:
     """Take a model's adapters out, in place: it is the base again."""
     plain: Any = tree_unflatten([(path, layer.base) for path, layer in adapters_of(model).items()])
     model.update_modules(plain)
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """A model without its adapters for a while: what it does then is what the base does."""
+    layers: Any = tree_unflatten(list(adapters_of(model).items()))
+    detach(model)
+    try:
+        yield
+    finally:
+        model.update_modules(layers)
 
 
 def adapters_of(model: nn.Module) -> dict[str, nn.Module]:

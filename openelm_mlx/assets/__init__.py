@@ -1,4 +1,4 @@
-"""What comes with the package: a small model to try everything with, and a small task to fine-tune it on."""
+"""What comes with the package: the demonstration model, and the sentences that `openelm demo` tunes it on."""
 
 from __future__ import annotations
 
@@ -6,34 +6,28 @@ from pathlib import Path
 
 from openelm_mlx.errors import OpenELMError
 
-_HERE = Path(__file__).parent
+MODEL = Path(__file__).parent / "demo_model"
+"""The model's folder, in the layout of a PyTorch checkpoint on the Hugging Face Hub."""
 
-_NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+ABOUT = "a tiny OpenELM trained on the addresses of the presidents of the United States"
+"""The model, in a few words."""
+
+SENTENCES = Path(__file__).parent / "pie"
+"""A folder of training data: sentences that begin as an address does, and end in pie."""
+
+_NEEDED = ("config.json", "model.safetensors", "tokenizer.model")
 
 
 def demo_model() -> Path:
-    """The folder of the demonstration model: an unconverted checkpoint in Hugging Face's layout.
+    """The folder of the model that is used where none is named.
 
     Raises:
-        OpenELMError: a file of it is missing.
+        OpenELMError: files of it are missing; the message says which.
     """
-    folder = _HERE / "demo_model"
-    for name in _NEEDED:
-        if not (folder / name).is_file():
-            raise OpenELMError(
-                f"{folder / name}: this file of the demonstration model is missing; "
-                "install openelm-mlx again, or name a model with --model"
-            )
-    return folder
-
-
-def demo_task() -> Path:
-    """Prompts and completions in JSON Lines that change what the demonstration model writes within a minute.
-
-    Raises:
-        OpenELMError: the file is missing.
-    """
-    file = _HERE / "demo_task.jsonl"
-    if not file.is_file():
-        raise OpenELMError(f"{file}: this file of the demonstration is missing; install openelm-mlx again")
-    return file
+    missing = [name for name in _NEEDED if not (MODEL / name).is_file()]
+    if missing:
+        raise OpenELMError(
+            f"{MODEL}: {', '.join(missing)} of the embedded demonstration model missing, so this installation is "
+            "broken: install openelm-mlx again, or name another model"
+        )
+    return MODEL

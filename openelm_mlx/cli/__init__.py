@@ -21,6 +21,7 @@ VERBS = {
     "fuse": "openelm_mlx.finetune.fuse_command",
     "generate": "openelm_mlx.cli.generate",
     "inspect": "openelm_mlx.cli.inspect",
+    "tokenizer": "openelm_mlx.finetune.tokenizer_command",
 }
 """Verb -> the module whose `app` it is. These modules import nothing heavy before they run."""
 

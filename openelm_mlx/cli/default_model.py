@@ -1,28 +1,21 @@
-"""The model that a command takes when none is named."""
+"""The model that a command runs where none was named."""
 
 from __future__ import annotations
 
 import sys
 
-HELP = "the embedded demonstration model"
-"""How a command's help names it."""
 
-_NOTICE = (
-    "no model named: taking the embedded demonstration model, which writes like a 19th-century president "
-    "and knows nothing"
-)
-
-
-def named_or_embedded(model: str | None) -> str:
-    """The model that was named; else the embedded one, which is said in one line on standard error.
+def model_or_demo(model: str | None, *, quiet: bool = False) -> str:
+    """`model`, or the folder of the embedded one, which a line on standard error says unless `quiet`.
 
     Raises:
-        OpenELMError: none was named, and the embedded one's files are missing.
+        OpenELMError: there is neither.
     """
     if model is not None:
         return model
-    from openelm_mlx.assets import demo_model
+    from openelm_mlx import assets
 
-    folder = demo_model()
-    print(_NOTICE, file=sys.stderr, flush=True)
+    folder = assets.demo_model()
+    if not quiet:
+        print(f"no model named: using the embedded one, {assets.ABOUT}", file=sys.stderr)
     return str(folder)

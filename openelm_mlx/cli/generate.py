@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from openelm_mlx.cli import default_model
+from openelm_mlx.cli.default_model import model_or_demo
 from openelm_mlx.cli.status_line import status_line
 from openelm_mlx.errors import OpenELMError
 from openelm_mlx.settings import DEFAULT_MAX_TOKENS, Sampling
@@ -30,7 +30,11 @@ def generate(
         str, typer.Option("--prompt", "-p", help="The prompt; - reads standard input.", show_default=False)
     ],
     model: Annotated[
-        str | None, typer.Option(help="Model folder, or a Hugging Face Hub name.", show_default=default_model.HELP)
+        str | None,
+        typer.Option(
+            help="Model folder, or a Hugging Face Hub name; the embedded demonstration model by default.",
+            show_default=False,
+        ),
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="Folder of a LoRA or DoRA adapter to run the model with.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = DEFAULT_MAX_TOKENS,
@@ -100,8 +104,7 @@ def generate(
     Sampling(**sampling), StopStrings(stop or ())  # a wrong value is refused before the model is loaded
     if adapter is not None:
         check_adapter(adapter)
-    model = default_model.named_or_embedded(model)
-    folder = hub.resolve(model, revision=revision, quiet=quiet)
+    folder = hub.resolve(model_or_demo(model, quiet=quiet), revision=revision, quiet=quiet)
     if not force:
         require_memory(folder, dtype, cpu_weights, adapter)
     weights = start_loading(folder, adapter=adapter, dtype=dtype, cpu_weights=cpu_weights)

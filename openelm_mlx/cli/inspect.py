@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from openelm_mlx.cli import default_model
+from openelm_mlx.cli.default_model import model_or_demo
 from openelm_mlx.layer_paths import grouped
 
 if TYPE_CHECKING:
@@ -22,7 +22,9 @@ def inspect(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Model folder, Hugging Face Hub name, or a size such as OpenELM-270M.", show_default=default_model.HELP
+            help="Model folder, Hugging Face Hub name, or a size such as OpenELM-270M; the embedded demonstration "
+            "model by default.",
+            show_default=False,
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
@@ -37,7 +39,7 @@ def inspect(
     """
     from openelm_mlx.summary import summarize
 
-    summary = summarize(default_model.named_or_embedded(model), revision)
+    summary = summarize(model_or_demo(model), revision)
     if plot:
         _plot(summary, plot)
     if as_json:

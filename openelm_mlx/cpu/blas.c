@@ -3,11 +3,13 @@
  * MLX calls cblas_sgemm for every float32 matrix product, also for the few rows of a decode step or a short prompt. There
  * the weights are used a few times each and memory sets the pace, but OpenBLAS's gemm first packs them, which reads and
  * writes them once more. Products of at most MOST_ROWS rows are therefore computed here, straight from the weights as
- * they lie; all others go to OpenBLAS. So are products with weights in bfloat16, which cblas_sgemm has no type for: see
+ * they lie; all others are OpenBLAS's. So are products with weights in bfloat16, which cblas_sgemm has no type for: see
  * openelm_bfloat16_alpha.
  *
- * Rows of the weights are handed out in small pieces to whichever thread is free, so that a thread that the system
- * takes away for a while (the machine has other work) delays one piece and not the whole product.
+ * Either kind is cut into pieces, handed out to whichever thread is free, so that a thread that the system takes away
+ * for a while (the machine has other work) delays one piece and not the whole product. OpenBLAS computes a piece in the
+ * thread that asks for it: its own threads have fixed shares and wait for each other without sleeping, and of two
+ * programs at once each would keep the other's from the processors.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -21,17 +23,24 @@ enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
 enum { MOST_ROWS = 48 };  /* From here on packing the weights pays. */
 enum { SMALL = 1 << 16 };  /* Weights below which waking other threads costs more than it saves. */
 enum { PIECE = 1 << 16 };  /* Weights in a piece: 256 KiB, which the second cache holds. */
+enum { LEAST_BLOCK = 1 << 18 };  /* Multiplications in a piece of OpenBLAS's: some microseconds. */
+enum { LONG_BLOCK = 1 << 28 };   /* Some milliseconds, as long as the system lets another program run. */
+enum { LARGE_BLOCK = 1 << 20 };  /* Numbers of C in one: from here on packing costs next to nothing. */
+enum { EXPANDED_ROWS = 768 };    /* Rows of bfloat16 weights that are floats at once. */
+enum { LINE = 16 };              /* Blocks begin at multiples of it, as OpenBLAS's own do. */
 
 typedef void gemm_fn(int order, int ta, int tb, int64_t m, int64_t n, int64_t k, float alpha, const float *a,
                      int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
 
 static gemm_fn *openblas_gemm;
+static int (*openblas_threads)(void);
+static void (*openblas_set_threads)(int);
 static int thread_count = 1;
 
-/* C (m, n) = alpha A (m, k) B + beta C. B is (n, k) in `dots`, (k, n) in `sums`. */
+/* C (m, n) = alpha A (m, k) B + beta C. B is (n, k) in `dots`, (k, n) in `sums`, for OpenBLAS as `ta` and `tb` say. */
 typedef struct {
-    int m;
-    int64_t n, k;
+    int ta, tb;
+    int64_t m, n, k;
     float alpha;
     const float *a;
     int64_t lda;
@@ -41,7 +50,8 @@ typedef struct {
     float *c;
     int64_t ldc;
     int half;
-    const float *packed; /* A for `dots`; see `pack`. */
+    int64_t rows, columns; /* Of C in a piece. */
+    const float *packed;   /* A for `dots`, see `pack`; NULL where OpenBLAS computes. */
     int64_t skew;
 } product;
 
@@ -108,7 +118,7 @@ static void pack(product *p, float *to) {
     const int64_t count = vectors(p);
     const int in_word = parts(p->half);
     p->packed = to;
-    for (int row = 0; row < p->m; row += ROWS) {
+    for (int64_t row = 0; row < p->m; row += ROWS) {
         const int rows = p->m - row < ROWS ? p->m - row : ROWS;
         for (int64_t v = 0; v < count; v++)
             for (int r = 0; r < rows; r++)
@@ -198,9 +208,9 @@ static int64_t columns_of_piece(const product *p) {
     return columns < AT_ONCE ? AT_ONCE : columns > MOST_COLUMNS ? MOST_COLUMNS : columns;
 }
 
-static void do_piece(const product *p, int64_t first, int64_t count) {
+static void dots(const product *p, int64_t first, int64_t count) {
     sums_of_piece sums;
-    for (int row = 0; row < p->m; row += ROWS) {
+    for (int64_t row = 0; row < p->m; row += ROWS) {
         const int rows = p->m - row < ROWS ? p->m - row : ROWS;
         tiles[p->half][rows](p, row, first, count, sums);
         for (int r = 0; r < rows; r++) {
@@ -208,11 +218,6 @@ static void do_piece(const product *p, int64_t first, int64_t count) {
             for (int64_t j = 0; j < count; j++) c[j] = p->alpha * sums[r][j] + (p->beta == 0 ? 0 : p->beta * c[j]);
         }
     }
-}
-
-static void dots(const product *p) {
-    const int64_t step = columns_of_piece(p);
-    for (int64_t j = 0; j < p->n; j += step) do_piece(p, j, j + step < p->n ? step : p->n - j);
 }
 
 /* Attention's weights times values: few columns, which stay in the nearest cache while B is read once. */
@@ -231,11 +236,117 @@ static void sums(const product *p) {
     }
 }
 
+/* Room for A, packed, or for weights as floats; one for each thread. NULL when memory has run out. */
+static pthread_key_t room_of_thread;  /* Frees it when the thread ends. */
+
+static float *room_for(int64_t floats) {
+    static _Thread_local float *room;
+    static _Thread_local int64_t held;
+    if (floats > held) {
+        free(room);
+        held = 0;
+        if (posix_memalign((void **)&room, 64, floats * sizeof(float))) room = NULL;
+        else held = floats;
+        pthread_setspecific(room_of_thread, room);
+    }
+    return room;
+}
+
+static void without_vectors(const product *p, int64_t row, int64_t rows, int64_t first, int64_t count) {
+    for (int64_t r = row; r < row + rows; r++)
+        for (int64_t j = first; j < first + count; j++) {
+            float sum = 0;
+            for (int64_t i = 0; i < p->k; i++) {
+                const union { uint32_t word; float value; } w = {
+                    (uint32_t)((const uint16_t *)p->b)[j * p->ldb + i] << 16};
+                sum += p->a[r * p->lda + i] * w.value;
+            }
+            p->c[r * p->ldc + j] = sum;
+        }
+}
+
+/* OpenBLAS's, which gets bfloat16 weights as floats. */
+static void block(const product *p, int64_t row, int64_t rows, int64_t first, int64_t count) {
+    const float *a = p->a + row * (p->ta == PLAIN ? p->lda : 1), *b = p->b;
+    int64_t ldb = p->ldb;
+    if (!p->half) {
+        b += first * (p->tb == PLAIN ? 1 : ldb);
+    } else {
+        float *room = room_for(count * p->k);
+        if (!room) {
+            without_vectors(p, row, rows, first, count);
+            return;
+        }
+        for (int64_t s = 0; s < count; s++) {
+            const uint16_t *from = (const uint16_t *)p->b + (first + s) * p->ldb;
+            uint32_t *restrict to = (uint32_t *)(room + s * p->k);
+            for (int64_t i = 0; i < p->k; i++) to[i] = (uint32_t)from[i] << 16;
+        }
+        b = room;
+        ldb = p->k;
+    }
+    openblas_gemm(ROW_MAJOR, p->ta, p->tb, rows, count, p->k, p->alpha, a, p->lda, b, ldb, p->beta,
+                  p->c + row * p->ldc + first, p->ldc);
+}
+
+static inline int64_t pieces_in_row(const product *p) { return (p->n + p->columns - 1) / p->columns; }
+
+static int64_t pieces(const product *p) { return (p->m + p->rows - 1) / p->rows * pieces_in_row(p); }
+
+static void do_piece(const product *p, int64_t number) {
+    const int64_t row = number / pieces_in_row(p) * p->rows, first = number % pieces_in_row(p) * p->columns;
+    const int64_t count = p->n - first < p->columns ? p->n - first : p->columns;
+    if (p->packed) dots(p, first, count);
+    else block(p, row, p->m - row < p->rows ? p->m - row : p->rows, first, count);
+}
+
+/* How many threads OpenBLAS takes is one number for the process, and NumPy's too. It is 1 while there are products of
+ * ours, and then what it was; reading and writing it is all that its functions do. Whoever changes it meanwhile has the
+ * last word; what NumPy computes meanwhile it computes in one thread. A fork waits until there are none: the child could
+ * have OpenBLAS's locks closed, and nobody to open them. */
+static pthread_mutex_t borrowing = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static int borrowers, forking, threads_before = 1;
+
+static void borrow_openblas(void) {
+    pthread_mutex_lock(&borrowing);
+    while (forking) pthread_cond_wait(&changed, &borrowing);
+    borrowers++;
+    const int now = openblas_threads();
+    if (now > 1) {
+        threads_before = now;
+        openblas_set_threads(1);
+    }
+    pthread_mutex_unlock(&borrowing);
+}
+
+static void give_openblas_back(void) {
+    pthread_mutex_lock(&borrowing);
+    if (--borrowers == 0) {
+        if (threads_before > 1 && openblas_threads() == 1) openblas_set_threads(threads_before);
+        threads_before = 1;
+        if (forking) pthread_cond_broadcast(&changed);
+    }
+    pthread_mutex_unlock(&borrowing);
+}
+
+static void before_fork(void) {
+    pthread_mutex_lock(&borrowing);
+    forking++;
+    while (borrowers) pthread_cond_wait(&changed, &borrowing);
+}
+
+static void after_fork(void) {
+    forking--;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&borrowing);
+}
+
 /* The helpers. `ticket` is odd while there is a product to work at; a helper counts itself in `working` before it
  * looks at the ticket again, and whoever closes the ticket waits until nobody is counted: no helper touches a product
  * whose call has returned. */
 static product shared;
-static atomic_llong next_column;
+static atomic_llong next_piece;
 static atomic_uint ticket;
 static atomic_int working, sleeping;
 static int started;
@@ -251,9 +362,8 @@ static inline void relax(void) {
 }
 
 static void take_pieces(void) {
-    const int64_t n = shared.n, step = columns_of_piece(&shared);
-    for (int64_t j; (j = atomic_fetch_add(&next_column, step)) < n;)
-        do_piece(&shared, j, j + step < n ? step : n - j);
+    const int64_t count = pieces(&shared);
+    for (int64_t i; (i = atomic_fetch_add(&next_piece, 1)) < count;) do_piece(&shared, i);
 }
 
 static void wait_for_a_change(unsigned seen) {
@@ -281,14 +391,16 @@ static void *help(void *unused) {
     return unused;
 }
 
-static void after_fork(void) {  /* The child has this thread alone. */
-    started = 0;
+static void after_fork_in_child(void) {  /* It has this thread alone. */
+    started = forking = 0;
     atomic_store(&ticket, 0);
     atomic_store(&working, 0);
     atomic_store(&sleeping, 0);
     pthread_mutex_init(&in_use, NULL);
     pthread_mutex_init(&sleep_lock, NULL);
     pthread_cond_init(&wake, NULL);
+    pthread_mutex_init(&borrowing, NULL);
+    pthread_cond_init(&changed, NULL);
 }
 
 static void start_helpers(void) {
@@ -304,7 +416,7 @@ static void start_helpers(void) {
 static void together(const product *p) {
     if (!started) start_helpers();
     shared = *p;
-    atomic_store(&next_column, 0);
+    atomic_store(&next_piece, 0);
     atomic_fetch_add(&ticket, 1);
     if (atomic_load(&sleeping)) {
         pthread_mutex_lock(&sleep_lock);
@@ -316,20 +428,15 @@ static void together(const product *p) {
     for (int i = 0; atomic_load(&working); i++) i < 20000 ? relax() : (void)sched_yield();
 }
 
-/* Room for A, packed; one for each thread that asks for products. NULL when memory has run out. */
-static pthread_key_t room_of_thread;  /* Frees it when the thread ends. */
-
-static float *room_for(int64_t floats) {
-    static _Thread_local float *room;
-    static _Thread_local int64_t held;
-    if (floats > held) {
-        free(room);
-        held = 0;
-        if (posix_memalign((void **)&room, 64, floats * sizeof(float))) room = NULL;
-        else held = floats;
-        pthread_setspecific(room_of_thread, room);
+/* The pieces are the same whoever computes them, and so are the bits. */
+static void compute(const product *p, int alone) {
+    if (alone || thread_count < 2 || pieces(p) < 2 || pthread_mutex_trylock(&in_use)) {
+        const int64_t count = pieces(p);
+        for (int64_t i = 0; i < count; i++) do_piece(p, i);
+    } else {
+        together(p);
+        pthread_mutex_unlock(&in_use);
     }
-    return room;
 }
 
 /* Elements of a row of B before the first that begins a vector's width in memory; 0 where rows differ in that. */
@@ -344,13 +451,43 @@ static int few_rows(product p) {
     float *room = room_for(packed_floats(&p));
     if (!room) return 0;
     pack(&p, room);
-    if ((int64_t)p.n * p.k < SMALL || thread_count < 2 || pthread_mutex_trylock(&in_use)) {
-        dots(&p);
-    } else {
-        together(&p);
-        pthread_mutex_unlock(&in_use);
-    }
+    p.rows = p.m;
+    p.columns = columns_of_piece(&p);
+    compute(&p, p.n * p.k < SMALL);
     return 1;
+}
+
+static inline int64_t share(int64_t whole, int64_t count) {
+    return ((whole + count - 1) / count + LINE - 1) / LINE * LINE;
+}
+
+/* OpenBLAS packs A for every column of blocks and B for every row of them, and parts of rows of C are slower to write
+ * than whole ones, a quarter of a number's packing for each. Every thread gets one block, and of long products at least
+ * two, which even out what it loses to other programs. */
+static void cut(product *p) {
+    const double work = (double)p->m * p->n * p->k;
+    const int64_t two_each = 2 * thread_count;
+    int64_t count = thread_count;
+    double best = 0;
+    if (count > 1 && work < (double)count * LEAST_BLOCK) count = 1 + (int64_t)(work / LEAST_BLOCK);
+    if (count > 1 && work > (double)count * LONG_BLOCK) count = two_each * (1 + p->m * p->n / (two_each * LARGE_BLOCK));
+    for (int64_t down = 1; down <= count; down++) {
+        const int64_t beside = count / down;
+        const double packed = (double)p->k * (down * p->n * (p->half ? 2 : 1) + beside * p->m);
+        const double cost = packed + (beside > 1 ? 0.25 * p->m * p->n : 0);
+        if (count % down || (down > 1 && cost >= best)) continue;
+        best = cost;
+        p->rows = share(p->m, down);
+        p->columns = share(p->n, beside);
+    }
+    if (p->half && p->columns > EXPANDED_ROWS) p->columns = EXPANDED_ROWS;
+}
+
+static void many_rows(product p) {
+    cut(&p);
+    borrow_openblas();
+    compute(&p, 0);
+    give_openblas_back();
 }
 
 /* Weights in bfloat16. cblas_sgemm has no type for them, and MLX's own products with them are slow, so they come under
@@ -359,38 +496,6 @@ static int few_rows(product p) {
  * needs, of which the first half is read. Whatever the shapes, nothing beyond the arrays that the call names is touched. */
 const float openelm_bfloat16_alpha = 0x1.8bf16p+100f;
 
-static void without_vectors(const product *p) {
-    for (int r = 0; r < p->m; r++)
-        for (int64_t j = 0; j < p->n; j++) {
-            float sum = 0;
-            for (int64_t i = 0; i < p->k; i++) {
-                const union { uint32_t word; float value; } w = {
-                    (uint32_t)((const uint16_t *)p->b)[j * p->ldb + i] << 16};
-                sum += p->a[r * p->lda + i] * w.value;
-            }
-            p->c[r * p->ldc + j] = sum;
-        }
-}
-
-/* Many rows are OpenBLAS's: it gets the weights as floats, so many rows of them at a time. */
-enum { EXPANDED_ROWS = 768 };
-
-static int many_rows(const product *p) {
-    const int64_t step = p->n < EXPANDED_ROWS ? p->n : EXPANDED_ROWS;
-    float *room = room_for(step * p->k);
-    if (!room) return 0;
-    for (int64_t j = 0; j < p->n; j += step) {
-        const int64_t columns = j + step < p->n ? step : p->n - j;
-        for (int64_t s = 0; s < columns; s++) {
-            const uint16_t *b = (const uint16_t *)p->b + (j + s) * p->ldb;
-            uint32_t *restrict to = (uint32_t *)(room + s * p->k);
-            for (int64_t i = 0; i < p->k; i++) to[i] = (uint32_t)b[i] << 16;
-        }
-        openblas_gemm(ROW_MAJOR, PLAIN, TRANSPOSED, p->m, columns, p->k, 1, p->a, p->lda, room, p->k, 0, p->c + j, p->ldc);
-    }
-    return 1;
-}
-
 static void with_bfloat16(product p) {
     p.m /= 2;
     p.n *= 2;
@@ -398,26 +503,29 @@ static void with_bfloat16(product p) {
     p.alpha = 1;
     p.beta = 0;
     p.half = 1;
+    if (p.m < 1 || p.n < 1) return;
     if (p.m <= MOST_ROWS && p.k % 2 == 0 && (uintptr_t)p.b % sizeof(float) == 0) {
         product in_words = p;
         in_words.k /= 2;
         in_words.ldb /= 2;
         if (few_rows(in_words)) return;
     }
-    if (!many_rows(&p)) without_vectors(&p);
+    many_rows(p);
 }
 
 /* Called once, before MLX is loaded. */
-void openelm_blas_setup(gemm_fn *gemm, int threads) {
+void openelm_blas_setup(gemm_fn *gemm, int (*get_threads)(void), void (*set_threads)(int), int threads) {
     openblas_gemm = gemm;
+    openblas_threads = get_threads;
+    openblas_set_threads = set_threads;
     thread_count = threads;
-    pthread_atfork(NULL, NULL, after_fork);
+    pthread_atfork(before_fork, after_fork, after_fork_in_child);
     pthread_key_create(&room_of_thread, free);
 }
 
 void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
                  int ldb, float beta, float *c, int ldc) {
-    const product p = {m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, 0, NULL, 0};
+    product p = {ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, 0, 0, 0, NULL, 0};
     if (alpha == openelm_bfloat16_alpha && order == ROW_MAJOR && ta == PLAIN && tb == TRANSPOSED && ldb == k && ldc == n) {
         with_bfloat16(p);
         return;
@@ -429,5 +537,12 @@ void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, co
             return;
         }
     }
-    openblas_gemm(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    if (m < 1 || n < 1 || ta > TRANSPOSED || tb > TRANSPOSED || (double)m * n * k < 2 * LEAST_BLOCK) {
+        borrow_openblas();
+        openblas_gemm(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+        give_openblas_back();
+        return;
+    }
+    if (order != ROW_MAJOR) p = (product){tb, ta, n, m, k, alpha, b, ldb, a, lda, beta, c, ldc, 0, 0, 0, NULL, 0};
+    many_rows(p);
 }

@@ -48,20 +48,26 @@ def load() -> str:
     openblas = _numpy_openblas()
     try:
         below = ctypes.CDLL(str(openblas))
-        gemm = below.scipy_cblas_sgemm64_
+        functions = [
+            ctypes.cast(function, ctypes.c_void_p)
+            for function in (
+                below.scipy_cblas_sgemm64_,
+                below.scipy_openblas_get_num_threads64_,
+                below.scipy_openblas_set_num_threads64_,
+            )
+        ]
     except (OSError, AttributeError) as e:
         raise Unavailable(f"NumPy's OpenBLAS cannot be used: {e}") from None
     library, threads = _library(), usable_threads()
     try:
         ours = ctypes.CDLL(str(library))
-        ours.openelm_blas_setup(ctypes.cast(gemm, ctypes.c_void_p), threads)
+        ours.openelm_blas_setup(*functions, threads)
     except (OSError, AttributeError) as e:
         _discard(library)
         raise Unavailable(f"{library} cannot be loaded: {e}") from None
     if not _is_right(ours):
         _discard(library)
         raise Unavailable("its products came out wrong")
-    _limit_threads(below, threads)
     everyone = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)  # from here on every library loaded later finds it
     if _address(ctypes.CDLL(None).cblas_sgemm) != _address(everyone.cblas_sgemm):
         raise Unavailable("another library with a cblas_sgemm was loaded first")
@@ -92,15 +98,6 @@ def usable_threads() -> int:
         return min(max(1, ceil(int(quota) / int(period))), most)
     except (OSError, ValueError):  # no such file, or the word "max": no limit
         return most
-
-
-def _limit_threads(openblas: ctypes.CDLL, threads: int) -> None:
-    """OpenBLAS counts a container's cores, not what the container may use of them."""
-    try:
-        if openblas.scipy_openblas_get_num_threads64_() > threads:
-            openblas.scipy_openblas_set_num_threads64_(threads)
-    except AttributeError:
-        pass
 
 
 def _numpy_openblas() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +52,13 @@ def test_a_model_alone() -> None:
     assert [(c.model, c.random_weights, c.precision) for c in found.cases] == [("folder", False, None)]
     assert found.cases[0].protocols == (PROTOCOLS["paper"],)
     assert (found.name, found.peers) == ("folder", ())
+
+
+def test_a_folders_name_may_have_a_comma(tmp_path: Path) -> None:
+    folder = tmp_path / "one,two"
+    folder.mkdir()
+    assert [c.model for c in planned(model=str(folder)).cases] == [str(folder)]
+    assert [c.model for c in planned(model=f"{folder}x").cases] == [str(tmp_path / "one"), "twox"]
 
 
 def test_everything_changes_something() -> None:

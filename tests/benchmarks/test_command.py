@@ -221,7 +221,7 @@ def test_it_imports_no_other_framework(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("bench",), "--model"),
+        (("bench", "--random-weights"), "--model"),
         (("bench", "--model", "OpenELM-270M"), "--random-weights"),
         (("bench", "--model", "x", "--random-weights"), "OpenELM-270M"),
         (("bench", "--model", "OpenELM-270M", "--random-weights", "--precision", "3bit"), "3bit"),
@@ -235,7 +235,7 @@ def test_it_imports_no_other_framework(folder: Path, tmp_path: Path) -> None:
         (("bench", "estimate", "--json", "/dev/full"), "/dev/full: is no file"),
         (("bench", "estimate", "--json", "/dev/null/x"), "/dev/null/x: cannot be written"),
         (("bench", "train", "--model", "x", "--json", "/"), "/: is no file"),
-        (("bench", "train"), "--model"),
+        (("bench", "train", "--random-weights"), "--model"),
         (("bench", "train", "--model", "OpenELM-270M", "--random-weights", "--method", "x"), "lora, dora, full"),
         (("bench", "dispatches", "--model", "x"), "'x'"),
         (("bench", "dispatches", "--precision", "x"), "'x'"),
@@ -247,6 +247,17 @@ def test_refusals_are_one_line(arguments: tuple[str, ...], said: str) -> None:
     assert (done.status, done.out) == (2, "")
     assert done.err.startswith("error: ") and done.err.count("\n") == 1
     assert said in done.err
+
+
+@pytest.mark.slow
+def test_without_a_model_the_embedded_one_is_measured(tmp_path: Path) -> None:
+    done = run_apart("bench", *QUICK, "--json", tmp_path / "b.json", "--quiet")
+    assert (done.status, done.err) == (0, "")
+    assert [(row.model, row.precision) for row in results.load(tmp_path / "b.json").rows] == [
+        ("embedded model", "bf16")
+    ]
+    done = run_apart("bench", *QUICK, "--json", tmp_path / "b.json")
+    assert done.err.startswith("no model named: using the embedded one")
 
 
 class TestSubjects:

@@ -175,6 +175,16 @@ def test_counts_grow_by_the_layer(of: Any, precision: str) -> None:
     assert five.total - two.total == 3 * two.per_layer
 
 
+@pytest.mark.parametrize("of", [count_ours, count_mlx_lm])
+def test_matrices_that_groups_do_not_divide_stay_whole(of: Any) -> None:
+    """An FFN of 96: the conversion keeps its second matrix, whose rows have 96 weights, in full precision."""
+    narrow = config(2, ffn_multipliers=0.75, ffn_dim_divisor=32)
+    assert narrow.ffn_dims == (96, 96)
+    mixed, packed = of(narrow, "4bit").layer, of(config(2), "4bit").layer
+    assert mixed["QuantizedMatmul"] == packed["QuantizedMatmul"] - 1
+    assert sum(n for name, n in mixed.items() if name in ("Matmul", "AddMM")) == 1
+
+
 def test_fewer_norms_are_fewer_dispatches() -> None:
     assert count_mlx_lm(config(2, normalize_qk_projections=False)).per_layer == 14
     assert count_ours(config(2, normalize_qk_projections=False)).per_layer < count_ours(config(2)).per_layer

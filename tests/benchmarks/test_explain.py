@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -28,7 +29,7 @@ from openelm_mlx.cache import make_cache
 from openelm_mlx.errors import OpenELMError
 from openelm_mlx.loading import make_ready
 from openelm_mlx.model import OpenELM
-from tests.support.models import GLU_CASES, golden_model
+from tests.support.models import GLU_CASES, golden_config, golden_model
 
 
 @pytest.mark.parametrize("case", GLU_CASES)
@@ -89,6 +90,12 @@ def test_lines_name_every_part() -> None:
     for part, line in zip(e.parts, text[1:], strict=False):
         assert line.strip().startswith(part.name)
     assert json.loads(json.dumps(e.to_json()))["parts"][0]["name"] == PRODUCTS
+
+
+def test_a_small_window_is_half_full_by_default() -> None:
+    window = 80
+    small = OpenELM(dataclasses.replace(golden_config("tiny-tied"), max_context_length=window))
+    assert explain(small, repeats=1).context == window // 2
 
 
 @pytest.mark.parametrize(

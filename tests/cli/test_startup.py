@@ -86,11 +86,11 @@ def test_version() -> None:
         (["nonsense"], "nonsense"),
         (["--nonsense"], "--nonsense"),
         (["generate", "--nonsense"], "--nonsense"),
-        (["generate", "--prompt", "x"], "--model"),
+        (["generate", "--model", "x"], "--prompt"),
+        (["generate"], "--prompt"),
         (["generate", "--model", "x", "--prompt", "x", "--max-tokens", "0"], "--max-tokens"),
         (["generate", "--model", "x", "--prompt", "x", "--seed", "x"], "--seed"),
         (["convert", "x"], "--out"),
-        (["inspect"], "model"),
         (["inspect", "a", "extra"], "extra"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from openelm_mlx.cpu import blas
+from tests.support.cli import environment
 
 ROW_MAJOR, COLUMN_MAJOR = 101, 102
 PLAIN, TRANSPOSED = 111, 112
@@ -35,14 +37,19 @@ def can_be_made() -> bool:
     if sys.platform != "linux" or not shutil.which("cc"):
         return False
     try:
-        return bool(numpy_gemm())
+        return bool(openblas().scipy_cblas_sgemm64_)
     except (blas.Unavailable, OSError, AttributeError):
         return False
 
 
-def numpy_gemm() -> Any:
-    """The gemm of the OpenBLAS inside NumPy's wheel."""
-    return ctypes.CDLL(str(blas._numpy_openblas())).scipy_cblas_sgemm64_
+def openblas() -> Any:
+    """The OpenBLAS inside NumPy's wheel."""
+    return ctypes.CDLL(str(blas._numpy_openblas()))
+
+
+def openblas_threads() -> int:
+    """How many threads NumPy's products have."""
+    return int(openblas().scipy_openblas_get_num_threads64_())
 
 
 NEEDED = pytest.mark.skipif(not can_be_made(), reason="needs Linux, cc, and the OpenBLAS of NumPy's wheel")
@@ -52,9 +59,11 @@ class Library:
     """A library of its own: each copy of the file has its own threads."""
 
     def __init__(self, file: Path, threads: int, gemm: Any = None) -> None:
-        self._gemm = numpy_gemm() if gemm is None else gemm  # kept alive
+        below = openblas()
+        self._gemm = below.scipy_cblas_sgemm64_ if gemm is None else gemm  # kept alive
+        functions = (self._gemm, below.scipy_openblas_get_num_threads64_, below.scipy_openblas_set_num_threads64_)
         library = ctypes.CDLL(str(file))
-        library.openelm_blas_setup(ctypes.cast(self._gemm, ctypes.c_void_p), threads)
+        library.openelm_blas_setup(*(ctypes.cast(f, ctypes.c_void_p) for f in functions), threads)
         self.bfloat16_alpha = ctypes.c_float.in_dll(library, "openelm_bfloat16_alpha").value
         self.sgemm: Any = library.cblas_sgemm
         self.sgemm.restype = None
@@ -140,3 +149,33 @@ def check(library: Library, product: Product, expected: npt.NDArray[np.float64] 
     """The product comes out exactly."""
     found = product.through(library)
     assert np.array_equal(found, product.expected() if expected is None else expected), str(product)
+
+
+def apart(code: str, library_file: Path) -> list[str]:
+    """Run in a process of its own: the words printed."""
+    done = subprocess.run(
+        [sys.executable, "-u", "-W", "ignore", "-c", code, str(library_file)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(OPENBLAS_NUM_THREADS="1"),
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+    return done.stdout.split()
+
+
+START = """
+import ctypes, mmap, os, sys, threading, time
+from pathlib import Path
+import numpy as np
+from tests.cpu.compiled import GEMM64, Library, Product, check, openblas, openblas_threads
+library = Library(Path(sys.argv[1]), 4)
+small, large, larger = (Product.of_integers(3, n, 500) for n in (40, 700, 1500))
+blocks = Product.of_integers(90, 700, 500)
+answers = {id(p): p.expected() for p in (small, large, larger, blocks)}
+def right(p):
+    check(library, p, answers[id(p)])
+def threads():
+    return set(os.listdir("/proc/self/task"))
+"""

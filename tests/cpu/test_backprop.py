@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 
 from openelm_mlx import device
-from openelm_mlx.finetune.losses import Arrays, cpu_loss_and_gradients, loss_alone
+from openelm_mlx.finetune.losses import Arrays, NextToken, cpu_sums_and_gradients, sums_alone
 from openelm_mlx.model import OpenELM
 from openelm_mlx.trees import Tensors, trainable
 from tests.finetune.made import alone, batch_of, distance, examples, model_of, stock_gradients
@@ -23,7 +23,7 @@ ROWS = [[0, 1], [2, 3]]
 
 
 def gradients(model: OpenELM, batch: Arrays, *, seed: int = 0, recompute: bool = False) -> tuple[float, Tensors]:
-    loss, found = cpu_loss_and_gradients(model, batch, seed, recompute=recompute)
+    loss, found = cpu_sums_and_gradients(model, batch, NextToken(), seed, recompute=recompute)
     return float(loss), found
 
 
@@ -132,7 +132,7 @@ class TestDropout:
         made = examples(LENGTHS, learned=0.5)
         model = model_of("tiny-tied", dropout=0.5, fast=True)
         model.eval()
-        loss = loss_alone(model, Arrays.of(alone(made), fill_up=False), on_cpu=True)
+        loss = float(sums_alone(model, Arrays.of(alone(made), fill_up=False), NextToken(), on_cpu=True))
         assert loss == pytest.approx(stock_gradients(model_of("tiny-tied"), made)[0], rel=1e-5)
 
 

@@ -156,15 +156,17 @@ before = len(os.listdir("/proc/self/task"))
         told = code.replace("CHANGE", "")
         assert line_of(told, XDG_CACHE_HOME=str(full_cache), OPENBLAS_NUM_THREADS="1") == f"{one}\n1"
 
-    def test_a_containers_limit_reaches_openblas(self, full_cache: Path, tmp_path: Path) -> None:
+    def test_numpys_own_products_keep_theirs(self, full_cache: Path) -> None:
         self.limit.write_text("100000 100000\n")
         code = f"""
 from pathlib import Path
 from openelm_mlx.cpu import blas
+from tests.cpu.compiled import openblas_threads
+before = openblas_threads()
 blas._CPU_LIMIT = Path({str(self.limit)!r})
 print(blas.load())
-import ctypes
-print(ctypes.CDLL(str(blas._numpy_openblas())).scipy_openblas_get_num_threads64_())
+{COMPUTE.replace("import openelm_mlx, ", "import ")}
+print(openblas_threads() == before)
 """
-        expected = "compiled fast path over NumPy's OpenBLAS, 1 thread\n1"
+        expected = "compiled fast path over NumPy's OpenBLAS, 1 thread\nTrue"
         assert line_of(code, XDG_CACHE_HOME=str(full_cache), OPENELM_BLAS="none") == expected

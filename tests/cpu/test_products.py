@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,7 @@ import numpy as np
 import pytest
 
 from openelm_mlx.cpu import blas
-from tests.cpu.compiled import COLUMN_MAJOR, GEMM64, NEEDED, ROW_MAJOR, Library, Product, check
-from tests.support.cli import environment
+from tests.cpu.compiled import COLUMN_MAJOR, GEMM64, NEEDED, ROW_MAJOR, START, Library, Product, apart, check
 
 pytestmark = NEEDED
 
@@ -270,7 +268,7 @@ class TestWho:
         self, noted: tuple[Library, list[Any]], m: int, n: int, k: int, how: dict[str, Any], ours: bool
     ) -> None:
         Product.of_integers(m, n, k, **how).through(noted[0])
-        assert len(noted[1]) == (0 if ours else 1)
+        assert (not noted[1]) == ours
 
     def test_everything_is_handed_on(self, noted: tuple[Library, list[Any]]) -> None:
         address = ctypes.addressof(ctypes.c_char())
@@ -278,34 +276,6 @@ class TestWho:
         noted[0].sgemm(*numbers)
         assert noted[1] == [numbers]
 
-
-def apart(code: str, library_file: Path) -> list[str]:
-    """Run in a process of its own: the words printed."""
-    done = subprocess.run(
-        [sys.executable, "-u", "-W", "ignore", "-c", code, str(library_file)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(OPENBLAS_NUM_THREADS="1"),
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
-    return done.stdout.split()
-
-
-START = """
-import ctypes, mmap, os, sys, threading, time
-from pathlib import Path
-import numpy as np
-from tests.cpu.compiled import Library, Product, check
-library = Library(Path(sys.argv[1]), 4)
-small, large, larger = (Product.of_integers(3, n, 500) for n in (40, 700, 1500))
-answers = {id(p): p.expected() for p in (small, large, larger)}
-def right(p):
-    check(library, p, answers[id(p)])
-def threads():
-    return set(os.listdir("/proc/self/task"))
-"""
 
 HELPERS = """
 before = threads()
@@ -334,6 +304,7 @@ stop = threading.Event()
 def busy():
     while not stop.is_set():
         right(larger)
+        right(blocks)
 other = threading.Thread(target=busy)
 other.start()
 for n in range(8):
@@ -341,7 +312,7 @@ for n in range(8):
     child = os.fork()
     if child == 0:
         alone = len(threads()) == 1
-        for product in (small, large, larger, small, large) * 3:
+        for product in (small, large, larger, blocks, small, large) * 3:
             right(product)
         if not alone or len(threads()) != 4:
             os._exit(3)
@@ -353,6 +324,7 @@ for n in range(8):
 stop.set()
 other.join()
 right(larger)
+right(blocks)
 """
 
 GUARDED = """

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 
 from openelm_mlx.finetune import losses
-from openelm_mlx.finetune.losses import Arrays, batch_loss, summed_loss
+from openelm_mlx.finetune.losses import Arrays, NextToken, batch_loss, loss_and_gradients
 from openelm_mlx.model import OpenELM
 from openelm_mlx.trees import Tensors, flat, trainable
 from tests.finetune.made import alone, batch_of, distance, examples, model_of, stock_gradients
@@ -21,7 +21,8 @@ def gradients(model: OpenELM, batch: Arrays, *, compiled: bool = False) -> tuple
 
     def run(*arrays: mx.array) -> tuple[mx.array, Tensors]:
         ids, places, targets, weights, *starts = arrays
-        loss, tree = both(model, Arrays(ids, places, targets, weights, starts[0] if starts else None, None))
+        batch = Arrays(ids, places, targets, weights, starts[0] if starts else None, None)
+        (loss, _), tree = both(model, batch, NextToken())
         return loss, flat(tree)
 
     given = [batch.ids, batch.places, batch.targets, batch.weights]
@@ -43,9 +44,9 @@ def test_z_loss_is_that_of_all_logits(case: str, on_cpu: bool, monkeypatch: pyte
 
     expected, tree = nn.value_and_grad(model, direct)(model)
     if on_cpu:
-        loss, found = losses.cpu_loss_and_gradients(model, batch, 0, recompute=False, z_loss=weight)
+        loss, found = losses.cpu_sums_and_gradients(model, batch, NextToken(weight), 0, recompute=False)
     else:
-        loss, parts = nn.value_and_grad(model, batch_loss)(model, batch, weight)
+        (loss, _), parts = nn.value_and_grad(model, batch_loss)(model, batch, NextToken(weight))
         found = flat(parts)
     assert float(loss) == pytest.approx(float(expected), rel=CLOSE)
     assert distance(found, flat(tree)) < CLOSE
@@ -94,10 +95,8 @@ def test_weights_count_each_target() -> None:
     def expected(hidden: mx.array) -> mx.array:
         return (nn.losses.cross_entropy(model.head(hidden), targets) * weights).sum()
 
-    def ours(hidden: mx.array) -> mx.array:
-        return summed_loss(model, hidden, targets, weights)
-
-    (a, by_a), (b, by_b) = (mx.value_and_grad(f)(hidden) for f in (expected, ours))
+    a, by_a = mx.value_and_grad(expected)(hidden)
+    b, by_b, _ = loss_and_gradients(model, hidden, targets, weights)
     assert b.item() == pytest.approx(a.item(), rel=1e-6)
     assert mx.allclose(by_a, by_b, atol=1e-6)
     assert mx.all(by_b[3] == 0)
@@ -128,7 +127,7 @@ def test_a_loss_far_from_the_target_is_finite() -> None:
     hidden = 1e6 * mx.random.normal((4, model.config.model_dim), key=mx.random.key(0))
     targets = mx.array([3, 4, 5, 6])
     expected = nn.losses.cross_entropy(model.head(hidden), targets).sum().item()
-    found = float(summed_loss(model, hidden, targets, mx.ones(4)))
+    found = float(loss_and_gradients(model, hidden, targets, mx.ones(4))[0])
     assert found == pytest.approx(expected, rel=1e-5)
     assert found > 1e4
 
@@ -146,7 +145,7 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
 def test_the_models_parameters_are_its_own_afterwards() -> None:
     model = model_of("tiny-untied", targets=("lm_head",))
     before = trainable(model)
-    summed_loss(model, mx.ones((3, model.config.model_dim)), mx.array([1, 2, 3]), mx.ones(3))
+    loss_and_gradients(model, mx.ones((3, model.config.model_dim)), mx.array([1, 2, 3]), mx.ones(3))
     after = trainable(model)
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before)

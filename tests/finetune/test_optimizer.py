@@ -197,6 +197,9 @@ class TestLearningRate:
     def test_a_twentieth_is_warm_up_unless_told(self) -> None:
         assert [warmup_steps(total, Settings()) for total in (10, 40, 1000)] == [0, 2, 50]
         assert warmup_steps(1000, Settings(warmup_steps=7)) == 7
+        assert all(warmup_steps(total, Settings()) == total // 20 for total in range(2000))
+        assert warmup_steps(100, Settings(warmup_ratio=0.29)) == 29
+        assert warmup_steps(100, Settings(warmup_ratio=0)) == 0
         assert self.rates(40)[:3] == pytest.approx([0.5, 1, 1])
 
     def test_all_of_it_can_be_warm_up(self) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from openelm_mlx.finetune import recipes
 from openelm_mlx.finetune.options import add_options
-from openelm_mlx.finetune.settings import NEW_ONLY, STREAM_ONLY, Settings
+from openelm_mlx.finetune.settings import DPO_ONLY, NEW_ONLY, STREAM_ONLY, Settings
 
 FIELDS = dataclasses.fields(Settings)
 
@@ -88,6 +88,7 @@ def test_each_option_arrives_by_its_fields_name(f: dataclasses.Field[Any]) -> No
     # With a learning rate that no value given for its end is above, and what the setting means something to.
     around = {"learning_rate": 1, **({"packing": "stream"} if f.name in STREAM_ONLY else {})}
     around |= {"init": "random"} if f.name in NEW_ONLY else {}
+    around |= {"objective": "dpo"} if f.name in DPO_ONLY else {}
     assert getattr(recipes.resolve(None, {**around, **arrived}), f.name) == expected
 
 

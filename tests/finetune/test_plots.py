@@ -117,3 +117,9 @@ def test_smoothing_keeps_a_straight_line(count: int) -> None:
     assert len(means) == count
     assert means[0] == pytest.approx(np.mean(values[: reach + 1]))
     assert means[-1] == pytest.approx(np.mean(values[-reach - 1 :]))
+
+
+def test_the_axis_names_what_a_loss_is_of(tmp_path: Path, figures: list[Any]) -> None:
+    for extra, unit in (({}, "token"), ({"accuracy": 0.5, "margin": -0.1}, "pair")):
+        drawn(tmp_path, [{"step": 1, "loss": 2.0, **extra}], figures)
+        assert figures[-1].axes[0].get_ylabel() == f"loss (nats a {unit})"

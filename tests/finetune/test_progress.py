@@ -78,6 +78,20 @@ def test_evaluations_have_a_line_each_and_long_ones_more() -> None:
     ]
 
 
+def test_a_short_evaluation_before_the_first_update_does_not_take_its_line() -> None:
+    lines, clock, out = plain()
+    lines.begin(1, 100)
+    for done in (1, 2, 3):
+        clock.now += 1
+        lines.validating(done, 3)
+    lines.step(update(1))
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 1/100"]
+    lines.begin(1, 100)
+    clock.now += 31
+    lines.validating(1, 3)
+    assert out.getvalue().splitlines()[1:] == ["evaluating: batch 1/3"]
+
+
 def test_plain_output_steers_nothing_and_wraps_nothing() -> None:
     lines, clock, out = plain()
     run(lines, clock)
@@ -184,3 +198,24 @@ def test_who_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_a_duration(seconds: float, shown: str) -> None:
     assert duration(seconds) == shown
+
+
+def test_preferences_have_an_accuracy_where_texts_have_a_perplexity() -> None:
+    lines, _, out = plain()
+    lines.validating(1, 3)  # before training begins
+    lines.begin(1, 2)
+    lines.step(update(1, accuracy=0.5))
+    lines.step(update(2, accuracy=1.0))
+    for part, name in (("valid", "validation"), ("test", "test")):
+        lines.validation({"step": 2, f"{part}_loss": 0.5, f"{part}_accuracy": 0.975, f"{part}_margin": 1.25})
+        assert out.getvalue().splitlines()[-1] == f"step 2  {name} loss 0.500, accuracy 97.5%, margin 1.250"
+    assert "step 2/2  loss 2.000  accuracy 76%  " in out.getvalue()
+
+
+def test_a_bar_shows_what_is_evaluated_before_training_begins() -> None:
+    out = io.StringIO()
+    bar = Bar(Console(file=out, width=80, force_terminal=True, highlight=False, emoji=False))
+    bar.validating(1, 3)
+    bar.end()
+    assert re.search(r"evaluating 1/3", out.getvalue())
+    assert "step" not in out.getvalue()

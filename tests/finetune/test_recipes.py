@@ -19,8 +19,23 @@ def write(folder: Path, text: str | bytes) -> Path:
     return file
 
 
+INSTRUCT = {
+    "270m": (5, 2e-5, "hinge"),
+    "450m": (8, 3e-5, "hinge"),
+    "1.1b": (5, 5e-5, "sigmoid"),
+    "3b": (10, 1e-4, "hinge"),
+}
+"""Epochs, learning rate and loss, from the table in CoreNet's projects/openelm/README-instruct.md."""
+
+
 def test_names() -> None:
-    assert recipes.names() == ["commonsense-dora", "commonsense-lora", "from-scratch", "quick-lora"]
+    assert recipes.names() == [
+        "commonsense-dora",
+        "commonsense-lora",
+        "from-scratch",
+        *(f"instruct-dpo-{size}" for size in sorted(INSTRUCT)),
+        "quick-lora",
+    ]
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
@@ -147,10 +162,44 @@ def test_a_recipe_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None
         recipes.load("slow-lora")
     assert str(refusal.value) == (
         "slow-lora: neither a recipe nor a file; the recipes are commonsense-dora, commonsense-lora, from-scratch, "
-        "quick-lora"
+        "instruct-dpo-1.1b, instruct-dpo-270m, instruct-dpo-3b, instruct-dpo-450m, quick-lora"
     )
     with pytest.raises(OpenELMError, match="is no regular file"):
         recipes.load(tmp_path)
+
+
+@pytest.mark.parametrize("size", INSTRUCT)
+def test_instruct_is_corenets(size: str) -> None:
+    # projects/openelm/instruction_tuning/openelm-instruct.yaml, and Hugging Face's Trainer where that says nothing
+    corenet: dict[str, Any] = {
+        "method": "full",
+        "objective": "dpo",
+        "beta": 0.01,
+        "batch_size": 8,
+        "accumulation": 2,
+        "gradient_checkpointing": True,
+        "schedule": "cosine",
+        "max_length": 1024,
+        "max_prompt": 512,
+        "warmup_ratio": 0.1,
+        "warmup_steps": None,
+        "final_learning_rate": 0,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-8,
+        "weight_decay": 0,
+        "max_grad_norm": 1.0,
+        "eval_every": 100,
+        "save_every": 100,
+    }
+    settings = recipes.resolve(f"instruct-dpo-{size}", {})
+    assert {name: getattr(settings, name) for name in corenet} == corenet
+    assert (settings.epochs, settings.learning_rate, settings.dpo_loss) == INSTRUCT[size]
+
+
+def test_a_warm_up_given_as_a_part_replaces_the_recipes_updates() -> None:
+    settings = recipes.resolve("commonsense-lora", {"warmup_ratio": 0.2})
+    assert (settings.warmup_ratio, settings.warmup_steps) == (0.2, None)
 
 
 def test_from_scratch_is_corenets() -> None:
@@ -187,6 +236,17 @@ def test_a_recipe_of_ones_own_lies_over_from_scratch(tmp_path: Path) -> None:
         ({"uniform": True}, "uniform: of a new model: --init random"),
         ({"config": "small.yaml"}, "config: of a new model: --init random"),
         ({"min_tokens": 3}, "min_tokens: of texts that are streamed: --packing stream, or a new model"),
+        (
+            {"init": "random", "raw": True},
+            "raw: of prompts and completions, and streamed texts have none",
+        ),
+        ({"beta": 0.1}, "beta: of preferences: --objective dpo"),
+        ({"dpo_loss": "hinge", "max_prompt": 9}, "dpo_loss, max_prompt: of preferences: --objective dpo"),
+        (
+            {"objective": "dpo", "train_on_prompt": False, "z_loss": 1e-4},
+            "train_on_prompt, z_loss: means nothing with --objective dpo: leave it out",
+        ),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "warmup_ratio: --warmup-steps says how many: leave one out"),
         ({"init": "random", "model": "m"}, "model: a new model has random weights: leave it out"),
         ({"init": "random", "rank": 3}, "rank: of an adapter, and method full trains the whole model"),
         (

@@ -94,6 +94,17 @@ def test_killed_and_resumed_it_ends_as_if_it_never_had(sizes: Path, texts: Path,
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
 
+def test_a_runs_folder_is_not_made_among_texts(sizes: Path, texts: Path) -> None:
+    done = run(*arguments(sizes, texts, texts / "run", "--steps=1"))
+    assert done.status == 2
+    assert (
+        done.err == f"error: {texts / 'run'}: lies in {texts}, all files of which are trained on; name another --out\n"
+    )
+    assert not (texts / "run").exists()
+    (texts / "0.txt").rename(texts / "train.txt")
+    assert run(*arguments(sizes, texts, texts / "run", "--steps=1")).status == 0, "of a folder with splits only those"
+
+
 def test_uniform_has_equal_layers_and_as_many_parameters(sizes: Path, texts: Path, tmp_path: Path) -> None:
     sizes_of = {}
     for name, more in (("scaled", ()), ("equal", ("--uniform",))):

@@ -29,6 +29,11 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("max_length", [2, 2048]),
     ("packing", ["auto", "on", "off", "stream"]),
     ("init", ["model"]),
+    ("objective", ["next-token", "dpo"]),
+    ("dpo_loss", ["sigmoid", "hinge"]),
+    ("beta", [1e-9, 5]),
+    ("max_prompt", [1, 512]),
+    ("warmup_ratio", [0, 1]),
     ("min_characters", [0, 200]),
     ("min_tokens", [0, 256]),
     ("z_loss", [0, 1e-4]),
@@ -88,6 +93,12 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("dtype", "float16", "dtype must be one of auto, bfloat16, float32, not 'float16'"),
     ("max_length", 1, "max_length must be at least 2, not 1"),
     ("packing", "yes", "packing must be one of auto, on, off, stream, not 'yes'"),
+    ("objective", "ppo", "objective must be one of next-token, dpo, not 'ppo'"),
+    ("dpo_loss", "ipo", "dpo_loss must be one of sigmoid, hinge, not 'ipo'"),
+    ("beta", 0, "beta must be above 0, not 0"),
+    ("max_prompt", 0, "max_prompt must be at least 1, not 0"),
+    ("warmup_ratio", -0.1, "warmup_ratio must be at least 0, not -0.1"),
+    ("warmup_ratio", 1.1, "warmup_ratio must be at most 1, not 1.1"),
     ("init", "zeros", "init must be one of model, random, not 'zeros'"),
     ("min_characters", -1, "min_characters must be at least 0, not -1"),
     ("min_tokens", -1, "min_tokens must be at least 0, not -1"),
@@ -142,6 +153,10 @@ def test_every_limit_is_tested() -> None:
             "final_learning_rate (0.0001) is above learning_rate (1e-05)",
         ),
         ({"steps": 10, "warmup_steps": 11}, "warmup_steps (11) is above steps (10)"),
+        (
+            {"objective": "dpo", "packing": "on"},
+            "packing on: the responses of preferences lie in rows of their own",
+        ),
     ],
 )
 def test_contradictions_are_refused(values: dict[str, Any], message: str) -> None:
@@ -216,6 +231,8 @@ def test_the_learning_rate_depends_on_the_method() -> None:
     assert (Settings().highest_rate, Settings(method="full").highest_rate) == (2e-4, 2e-5)
     assert Settings(method="full", learning_rate=1e-3).highest_rate == 1e-3
     assert Settings(method="dora").to_mapping()["learning_rate"] == 2e-4
+    assert Settings(objective="dpo").highest_rate == 5e-5
+    assert Settings(objective="dpo", method="full").highest_rate == 5e-6
 
 
 class TestChanged:

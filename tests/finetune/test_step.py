@@ -200,7 +200,7 @@ def test_evaluation_has_no_dropout_and_changes_nothing(way: str) -> None:
     model = model_of(CASE, dropout=0.5)
     trainer = Trainer(model, settings())
     before = copies(model)
-    losses = [trainer.evaluate(batch) for batch in (alone(made), alone(made), batch_of([made[:2], made[2:]]))]
+    losses = [trainer.evaluate(batch)["loss"] for batch in (alone(made), alone(made), batch_of([made[:2], made[2:]]))]
     assert losses == pytest.approx([stock_gradients(model_of(CASE), made)[0]] * 3, rel=1e-5)
     assert same(copies(model), before)
     assert trainer.update([alone(made)], RATE).loss > 0

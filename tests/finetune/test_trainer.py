@@ -132,7 +132,7 @@ class TestTheBest:
     def run(self, losses: list[float], monkeypatch: pytest.MonkeyPatch, *given: Any, **values: Any) -> Any:
         """A run whose validations give these losses, whatever it learns."""
         remaining = iter(losses)
-        monkeypatch.setattr(Trainer, "evaluate", lambda self, batch: next(remaining) * len(batch.targets))
+        monkeypatch.setattr(Trainer, "evaluate", lambda self, batch: {"loss": next(remaining) * len(batch.targets)})
         model, data, out = given
         told = Told()
         outcome = job.finetune(settings(model, data, batch_size=8, eval_every=1, **values), out, watcher=told)

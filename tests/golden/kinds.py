@@ -14,7 +14,7 @@ from typing import Any
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.loading import parameter_shapes
 from openelm_mlx.model import OpenELM
-from tests.golden import adapters, inference, training
+from tests.golden import adapters, inference, preferences, training
 from tests.golden.checkpoints import LAYOUTS, Checkpoint, weights_module
 
 
@@ -79,12 +79,23 @@ def check_training(path: Path, golden: dict[str, Any]) -> Iterator[Outcome]:
     yield Outcome(path.stem, deviation.ok, str(deviation))
 
 
+def check_preferences(path: Path, golden: dict[str, Any]) -> Iterator[Outcome]:
+    """Compare the log-probabilities and losses of pairs with the file."""
+    with tempfile.TemporaryDirectory(prefix="openelm-golden-") as tmp:
+        deviation = preferences.run(golden, path.parent, Path(tmp))
+    yield Outcome(path.stem, deviation.ok, str(deviation))
+
+
 def _is_adapter(golden: Any, *, dora: bool) -> bool:
     return isinstance(golden, dict) and {"tensors", "lora_config"} <= golden.keys() and golden.get("dora") is dora
 
 
 def _is_training(golden: Any) -> bool:
     return isinstance(golden, dict) and {"mode", "losses", "gradient_norms"} <= golden.keys()
+
+
+def _is_preferences(golden: Any) -> bool:
+    return isinstance(golden, dict) and {"policy_seed", "reference_seed", "pairs"} <= golden.keys()
 
 
 def _is_inference(golden: Any) -> bool:
@@ -101,6 +112,7 @@ KINDS = (
     Kind("lora", partial(_is_adapter, dora=False), check_adapter),
     Kind("dora", partial(_is_adapter, dora=True), check_adapter),
     Kind("train", _is_training, check_training),
+    Kind("dpo", _is_preferences, check_preferences),
 )
 
 

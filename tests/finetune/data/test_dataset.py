@@ -174,7 +174,8 @@ def test_everything_left_out_or_changed_is_counted(tmp_path: Path) -> None:
     assert dataclasses.asdict(data.train.report) == {
         "split": "train", "source": str(path), "max_length": 16, "examples": 6, "tokens": sum(tokens),
         "learned": learned, "empty": 1, "dropped": 1, "cut": 2, "lost": sum(whole) - 32, "duplicates": 2,
-        "spelled": 1, "eos": "</s>", "bad": 2, "first_bad": f"{path}:7: 'text' must be text, not a number",
+        "spelled": 1, "eos": "</s>", "unit": "example", "shortened": 0, "same": 0,
+        "bad": 2, "first_bad": f"{path}:7: 'text' must be text, not a number",
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from openelm_mlx.finetune.data.formats import Chat, Completion, Example, Instruction, Text, example_of
+from openelm_mlx.finetune.data.pairs import preference_of
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -39,7 +40,9 @@ def test_keys_decide(values: dict[str, Any], example: Example) -> None:
 def test_the_examples_of_the_documentation_are_examples() -> None:
     page = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
     records = [json.loads(line) for line in page.splitlines() if line.startswith("    {")]
-    assert [type(example_of(record)) for record in records] == [Text, Completion, Chat, Chat, Instruction]
+    assert [type(example_of(r)) for r in records if "chosen" not in r] == [Text, Completion, Chat, Chat, Instruction]
+    preferences = [preference_of(r) for r in records if "chosen" in r]
+    assert [type(p.chosen) for p in preferences] == [type(p.rejected) for p in preferences] == [Completion, Chat]
 
 
 def test_text_parts_of_a_message_are_joined_and_part_of_another_shape_is_left_aside() -> None:
