@@ -53,7 +53,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to 
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help=_MODEL, show_default=default_model.HELP)] = None,
+    model: Model = None,
     random_weights: RandomWeights = False,
     precision: Precision = None,
     suite: Annotated[
