@@ -74,12 +74,13 @@ class Stage:
 
     def table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Figures; the first column holds names."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
         for n, heading in enumerate(headings):
             table.add_column(heading, justify="right" if n else "left", overflow="fold")
         for row in rows:
             table.add_row(*row)
-        self._console.print(Padding(table, (0, 0, 0, 1)))
+        self._console.print()
+        self._console.print(Padding(table, (0, 0, 0, _INDENT), expand=False))
 
     def commands(self, lines: Sequence[tuple[str, str]]) -> None:
         """What each command does, and the command."""

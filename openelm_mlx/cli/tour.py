@@ -24,13 +24,13 @@ CHECKPOINT, DATA, ADAPTER, SPEEDS = "checkpoint", "pie", "tuned", "speeds.json"
 
 PRECISIONS = ("bf16", "4bit")
 
-PROMPT = "The people of the United States"
-SAMPLING = ("--temp", "0.6", "--seed", "1", "-q")
+PROMPT = "We have made great progress"
+SAMPLING = ("--temp", "0.6", "--seed", "3", "-q")
 
-OPENINGS = ("The condition of the Navy", "During the past year")
+OPENINGS = ("The condition of the Navy", "I am glad to say")
 """None of the sentences to learn from begins so."""
 
-TRAINING = ("--epochs", "8", "--batch-size", "8", "--rank", "16", "--learning-rate", "3e-3")
+TRAINING = ("--epochs", "8", "--batch-size", "8", "--learning-rate", "3e-3")
 
 PATIENCE = 90.0
 """Seconds for the training, a quarter of which are enough on two free cores; it is stopped and used as it is then."""
