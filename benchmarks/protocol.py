@@ -55,7 +55,10 @@ class Protocol:
         """
         room = window - self.prompt_tokens
         if room < 2:
-            raise OpenELMError(f"a prompt of {self.prompt_tokens} tokens leaves no room in a window of {window}")
+            raise OpenELMError(
+                f"a prompt of {self.prompt_tokens} tokens leaves no room in the window of {window}; "
+                "give fewer --prompt-tokens"
+            )
         return dataclasses.replace(self, gen_tokens=min(self.gen_tokens, room))
 
 

@@ -134,11 +134,18 @@ def measure(
 
 
 def _in_their_windows(tasks: Sequence[Task]) -> tuple[list[Task], list[str]]:
-    """The tasks with runs that their models' windows hold, and a line for each that became shorter."""
+    """The tasks with runs that their models' windows hold, and a line for each that became shorter.
+
+    Raises:
+        OpenELMError: a prompt leaves no room; said before anything is measured.
+    """
     fitting, notes = [], []
     for task in tasks:
         window = task.subject.config().max_context_length
-        protocol = task.protocol.within(window)
+        try:
+            protocol = task.protocol.within(window)
+        except OpenELMError as e:
+            raise OpenELMError(f"{task.subject.name}: {e}") from None
         if protocol != task.protocol:
             notes.append(
                 f"{task.subject.name}: {protocol.gen_tokens} tokens are generated instead of "
