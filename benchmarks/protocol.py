@@ -5,6 +5,7 @@ Imports nothing heavy, so that ``openelm bench --help`` can show the defaults.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 from collections.abc import Sequence
@@ -45,6 +46,20 @@ class Protocol:
             )
         if self.time_limit is not None and not self.time_limit > 0:
             raise OpenELMError(f"time_limit must be a number of seconds above 0, not {self.time_limit!r}")
+
+    def within(self, window: int) -> Protocol:
+        """The same, with as many generated tokens as a model's window leaves room for.
+
+        Raises:
+            OpenELMError: the prompt leaves no room.
+        """
+        room = window - self.prompt_tokens
+        if room < 2:
+            raise OpenELMError(
+                f"a prompt of {self.prompt_tokens} tokens leaves no room in the window of {window}; "
+                "give fewer --prompt-tokens"
+            )
+        return dataclasses.replace(self, gen_tokens=min(self.gen_tokens, room))
 
 
 PROTOCOLS = {"paper": Protocol(), "quick": Protocol(gen_tokens=128, repeats=3, dry_run=False)}

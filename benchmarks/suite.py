@@ -95,7 +95,7 @@ def measure(
     Yields:
         The result so far after every task, so that a long run that is interrupted has given what it measured.
     """
-    notes: list[str] = []
+    tasks, notes = _in_their_windows(tasks)
     at_first = busy.busy()
     facts = machine.machine()
     notes += machine.power_notes(facts)
@@ -131,6 +131,28 @@ def measure(
             ratios=ratios(rows, OURS),
             notes=(*notes, *_still_missing(n + 1, len(tasks))),
         )
+
+
+def _in_their_windows(tasks: Sequence[Task]) -> tuple[list[Task], list[str]]:
+    """The tasks with runs that their models' windows hold, and a line for each that became shorter.
+
+    Raises:
+        OpenELMError: a prompt leaves no room; said before anything is measured.
+    """
+    fitting, notes = [], []
+    for task in tasks:
+        window = task.subject.config().max_context_length
+        try:
+            protocol = task.protocol.within(window)
+        except OpenELMError as e:
+            raise OpenELMError(f"{task.subject.name}: {e}") from None
+        if protocol != task.protocol:
+            notes.append(
+                f"{task.subject.name}: {protocol.gen_tokens} tokens are generated instead of "
+                f"{task.protocol.gen_tokens}, as its window has {window}"
+            )
+        fitting.append(dataclasses.replace(task, protocol=protocol))
+    return fitting, notes
 
 
 def _still_missing(done: int, of: int) -> tuple[str, ...]:

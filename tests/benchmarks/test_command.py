@@ -10,7 +10,9 @@ import pytest
 
 from openelm_mlx.benchmarks import results
 from openelm_mlx.benchmarks.suite import stored_precision, subject_of
+from openelm_mlx.convert.job import convert
 from openelm_mlx.errors import OpenELMError
+from tests.support import sources
 from tests.support.cli import Done, environment, finish, modules_of, run, run_apart, start
 from tests.support.models import converted_folder, hf_folder
 
@@ -28,6 +30,13 @@ def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("openelm_mlx.benchmarks.bandwidth.NBYTES", 1 << 22)
     monkeypatch.setattr("openelm_mlx.benchmarks.bandwidth._SECONDS", 0.01)
     return tmp_path / "data"
+
+
+@pytest.fixture
+def small_window(tmp_path: Path) -> Path:
+    """A model whose window has 64 tokens."""
+    source = sources.hf(tmp_path / "hf", sources.weights(sources.config(), seed=3))
+    return convert(source, tmp_path / "small", precision="fp32").folder
 
 
 def bench(folder: Path, *arguments: str | Path) -> Done:
@@ -247,6 +256,26 @@ def test_refusals_are_one_line(arguments: tuple[str, ...], said: str) -> None:
     assert (done.status, done.out) == (2, "")
     assert done.err.startswith("error: ") and done.err.count("\n") == 1
     assert said in done.err
+
+
+def test_runs_keep_to_a_models_window(small_window: Path, tmp_path: Path) -> None:
+    """Of 64 tokens; the paper's protocol generates 1,024."""
+    done = run("bench", "--model", small_window, "--repeats", "1", "--json", tmp_path / "b.json", "--quiet")
+    assert done.status == 0, done.err
+    (row,) = results.load(tmp_path / "b.json").rows
+    assert (row.prompt_tokens, row.gen_tokens) == (36, 28)
+    assert f"note: {small_window}: 28 tokens are generated instead of 1024, as its window has 64" in done.out
+
+
+def test_a_prompt_that_fills_the_window_is_refused_before_anything_is_measured(
+    small_window: Path, tmp_path: Path
+) -> None:
+    done = run("bench", "--model", small_window, "--prompt-tokens", "10,63", "--json", tmp_path / "b.json")
+    assert (done.status, done.out) == (2, "")
+    assert done.err == (
+        f"error: {small_window}: a prompt of 63 tokens leaves no room in the window of 64; give fewer --prompt-tokens\n"
+    )
+    assert not (tmp_path / "b.json").exists()
 
 
 @pytest.mark.slow
