@@ -105,7 +105,8 @@ def weighted_paths(data: str) -> list[tuple[str, float]]:
     if expand(data).exists():  # whatever characters are in its name
         return [(data, 1.0)]
     found: list[tuple[str, float]] = []
-    for part in data.split(","):
+    parts = data.split(",")
+    for part in parts:
         path, equals, weight = part.strip().rpartition("=")
         if not equals:
             path, weight = weight, "1"
@@ -118,6 +119,8 @@ def weighted_paths(data: str) -> list[tuple[str, float]]:
         if path in dict(found):
             raise DataError(f"--data: names {path!r} twice")
         found.append((path, value))
+    if 0 < sum("=" in part for part in parts) < len(parts):
+        raise DataError(f"--data: {data}: give every source a weight, or none")
     return found
 
 

@@ -297,5 +297,7 @@ def test_make_demo_runs_what_is_installed(tmp_path: Path) -> None:
     for file in (program, program.with_name("python")):
         file.write_text('#!/bin/sh\necho "run with: $*"\n')
         file.chmod(0o755)
-    done = subprocess.run(["make", "demo", f"VENV={tmp_path / 'venv'}"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "demo", f"VENV={tmp_path / 'venv'}"], cwd=ROOT, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "run with: demo\n", "")

@@ -67,6 +67,7 @@ def test_several_with_weights(tmp_path: Path) -> None:
         (None, "there is no data: name a file or a folder with --data"),
         ("hf:a", "hf:a: a data set of the Hub cannot be streamed; save it as Parquet or JSON Lines first"),
         ("a.txt=0,b.txt", "--data: the weight of 'a.txt' must be a positive number, not '0'"),
+        ("a.txt=2,b.txt", "--data: a.txt=2,b.txt: give every source a weight, or none"),
         ("a.txt=x", "--data: the weight of 'a.txt' must be a positive number, not 'x'"),
         ("a.txt,a.txt=2", "--data: names 'a.txt' twice"),
         ("absent.txt", "absent.txt: no such file"),
