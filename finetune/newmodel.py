@@ -41,6 +41,11 @@ def new_config(settings: Settings, tokenizer: Tokenizer) -> OpenELMConfig:
             f"{named}: vocab_size is {config.vocab_size:,}, and the tokenizer has {tokenizer.vocab_size:,} ids; "
             "leave it out to have as many"
         )
+    for key in ("bos_token_id", "eos_token_id"):
+        if getattr(config, key) != own[key]:
+            raise ConfigError(
+                f"{named}: {key} is {getattr(config, key)}, and the tokenizer's is {own[key]}; leave it out"
+            )
     return uniform(config) if settings.uniform else config
 
 

@@ -110,7 +110,7 @@ class Settings:
     )
     dpo_loss: str = _preferences("sigmoid", "Loss of a pair's margin.", choices=DPO_LOSSES)
     beta: float = _preferences(
-        0.1, "What a margin is multiplied by: higher keeps the model nearer to what it was.", above=0
+        0.1, "What a margin is multiplied by: higher keeps the model nearer to what it was.", above=0, most=1000
     )
     max_prompt: int = _preferences(512, "Most tokens of a pair's prompt; longer ones lose their beginning.", least=1)
 

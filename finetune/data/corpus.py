@@ -116,6 +116,8 @@ def weighted_paths(data: str) -> list[tuple[str, float]]:
             value = math.nan
         if not 0 < value < math.inf:
             raise DataError(f"--data: the weight of {path!r} must be a positive number, not {weight!r}")
+        if not path:
+            raise DataError(f"--data: {data}: has a source without a name")
         if path in dict(found):
             raise DataError(f"--data: names {path!r} twice")
         found.append((path, value))

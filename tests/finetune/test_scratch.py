@@ -155,6 +155,7 @@ def test_a_dry_run_shows_what_would_be_done(sizes: Path, texts: Path, tmp_path: 
         ({"--min-tokens": "100000"}, "no text is left to train on"),
         ({"--text-key": "body", "--data": "{tmp}/lines.jsonl"}, "lines.jsonl:1: has no 'body', but 'text'"),
         ({"--config": "{tmp}/odd.yaml"}, "odd.yaml: has the key 'model_dimm'; there are"),
+        ({"--config": "{tmp}/bos.yaml"}, "bos.yaml: bos_token_id is 77, and the tokenizer's is 1; leave it out"),
         ({"--config": "{tmp}/few.yaml"}, "vocab_size is 7, and the tokenizer has"),
     ],
 )
@@ -163,6 +164,7 @@ def test_what_is_missing_or_wrong_is_one_line(
 ) -> None:
     (tmp_path / "lines.jsonl").write_text('{"text": "Alice"}\n')
     (tmp_path / "odd.yaml").write_text(SIZES + "model_dimm: 3\n")
+    (tmp_path / "bos.yaml").write_text(SIZES + "bos_token_id: 77\n")
     (tmp_path / "few.yaml").write_text(SIZES + "vocab_size: 7\n")
     given = arguments(sizes, texts, tmp_path / "run", "--steps=1")
     for flag, value in change.items():

@@ -96,6 +96,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("objective", "ppo", "objective must be one of next-token, dpo, not 'ppo'"),
     ("dpo_loss", "ipo", "dpo_loss must be one of sigmoid, hinge, not 'ipo'"),
     ("beta", 0, "beta must be above 0, not 0"),
+    ("beta", 1e30, "beta must be at most 1000, not 1e+30"),
     ("max_prompt", 0, "max_prompt must be at least 1, not 0"),
     ("warmup_ratio", -0.1, "warmup_ratio must be at least 0, not -0.1"),
     ("warmup_ratio", 1.1, "warmup_ratio must be at most 1, not 1.1"),

@@ -69,6 +69,7 @@ def test_several_with_weights(tmp_path: Path) -> None:
         ("a.txt=0,b.txt", "--data: the weight of 'a.txt' must be a positive number, not '0'"),
         ("a.txt=2,b.txt", "--data: a.txt=2,b.txt: give every source a weight, or none"),
         ("a.txt=x", "--data: the weight of 'a.txt' must be a positive number, not 'x'"),
+        (",", "--data: ,: has a source without a name"),
         ("a.txt,a.txt=2", "--data: names 'a.txt' twice"),
         ("absent.txt", "absent.txt: no such file"),
         ("absent", "absent: no such file or folder"),
