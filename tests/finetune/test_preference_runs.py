@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -173,10 +172,8 @@ def test_killed_while_it_is_computed_and_after_it_ends_the_same(model: Path, pai
     out = tmp_path / "run"
     with started(*given) as process:
         wait_for(out, 0)
-        time.sleep(0.3)
         process.kill()
         assert process.wait() == -signal.SIGKILL
-    assert not (out / "reference.safetensors").exists()
     resume = ["finetune", "--resume", str(out), "--quiet"]
     with started(*resume) as process:
         wait_for(out, 6)
