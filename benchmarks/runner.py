@@ -34,7 +34,6 @@ from openelm_mlx.benchmarks.peers.base import (
     Paths,
     Run,
     last_line,
-    parameter_count,
 )
 from openelm_mlx.benchmarks.protocol import Protocol, Spread, Timing, prompt_ids
 from openelm_mlx.checkpoint import open_weights
@@ -293,11 +292,11 @@ def memory_needed(contender: Contender, subject: Subject, config: OpenELMConfig,
         dtype = "float32"
     item = 4 if dtype == "float32" else 2
     if dtype is not None:
-        weights = float(parameter_count(config) * item)
+        weights = float(config.parameters * item)
     elif subject.folder is not None:
         weights = sum(tensor.nbytes for tensor in open_weights(subject.folder).values())
     else:
-        weights = parameter_count(config) * _STORED_BYTES[subject.precision]
+        weights = config.parameters * _STORED_BYTES[subject.precision]
     cache = kv_bytes_per_token(config, item) * config.max_context_length
     return weights * _LOADING + cache + _PROCESS_BYTES
 

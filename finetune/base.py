@@ -14,7 +14,6 @@ from openelm_mlx.finetune.settings import Settings, SettingsError
 from openelm_mlx.loading import config_of, read_model_config
 from openelm_mlx.model import OpenELM
 from openelm_mlx.tokenizer import Tokenizer
-from openelm_mlx.trees import trainable
 
 _OF_A_MODEL = (".safetensors", ".bin", ".json", ".model", ".jinja")
 """Weights, config and tokenizer: what a model's logits and a text's tokens depend on."""
@@ -29,9 +28,8 @@ class Base:
     config: OpenELMConfig
     tokenizer: Tokenizer
     dtype: str
-    parameters: int
     trained: int
-    """How many of them, or beside them, will be trained."""
+    """How many of its parameters, or beside them, will be trained."""
 
 
 def open_base(settings: Settings) -> Base:
@@ -46,13 +44,13 @@ def open_base(settings: Settings) -> Base:
         config = new_config(settings, tokenizer)
     else:
         config, tokenizer = _of_folder(settings, folder)
-    skeleton = OpenELM(config)  # nothing of it is computed
-    parameters = sum(p.size for p in trainable(skeleton).values())
-    trained = parameters if settings.method == "full" else count_parameters(skeleton, adapter_config(settings))
+    trained = config.parameters
+    if settings.method != "full":
+        trained = count_parameters(OpenELM(config), adapter_config(settings))  # nothing of it is computed
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "float32" if device.backend() == "cpu" else "bfloat16"
-    return Base(folder, config, tokenizer, dtype, parameters, trained)
+    return Base(folder, config, tokenizer, dtype, trained)
 
 
 def _folder(settings: Settings) -> Path:

@@ -73,7 +73,7 @@ def prepare(settings: Settings, watcher: Watcher, reading: Progress | None, *, f
     model = (
         _new(settings, base, watcher) if base.folder is None else _loaded(settings, base.folder, base.dtype, watcher)
     )
-    share = base.trained / base.parameters
+    share = base.trained / base.config.parameters
     watcher.say(f"training {base.trained:,} parameters ({share:.2%}), updates: {plan.steps:,}")
     if settings.init == "model" and plan.steps < _FEW and settings.highest_rate <= _usual_rate(settings):
         rate = "3e-4" if settings.objective == "dpo" else "1e-3"
@@ -122,7 +122,7 @@ def bytes_needed(settings: Settings, base: Base, train: Stream) -> memory.Estima
     return memory.estimate(
         base.config,
         replace(settings, batch_size=train.most_rows),
-        weight_bytes=base.parameters * item if base.folder is None else _weight_bytes(base.folder, base, item),
+        weight_bytes=base.config.parameters * item if base.folder is None else _weight_bytes(base.folder, base, item),
         trained=base.trained,
         item=item,
         length=train.longest_row,

@@ -95,7 +95,7 @@ def _in_order(paths: Iterable[Path], last: str) -> list[Path]:
 def absolute(settings: Settings) -> Settings:
     """The settings with local paths written out: a run is resumed from any folder."""
     written: dict[str, Any] = {name: str(path.absolute()) for name, path in _local(settings).items()}
-    if settings.streams and settings.data is not None and "data" not in written:
+    if settings.streams and settings.data is not None and "data" not in written:  # several with weights
         parts = weighted_paths(settings.data)
         written["data"] = ",".join(f"{files.expand(path).absolute()}={weight:g}" for path, weight in parts)
     return replace(settings, **written)
@@ -103,10 +103,9 @@ def absolute(settings: Settings) -> Settings:
 
 def local_inputs(settings: Settings) -> list[Path]:
     """The files and folders that a run reads."""
-    found = list(_local(settings).values())
-    if settings.streams and settings.data is not None:
-        found += [path for name, _ in weighted_paths(settings.data) if (path := files.expand(name)).exists()]
-    return found
+    local = _local(settings)
+    several = weighted_paths(settings.data) if settings.streams and settings.data and "data" not in local else []
+    return [*local.values(), *(path for name, _ in several if (path := files.expand(name)).exists())]
 
 
 def _local(settings: Settings) -> dict[str, Any]:

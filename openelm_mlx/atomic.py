@@ -30,8 +30,10 @@ class OutputError(OpenELMError):
     """The output folder cannot be written, or must not be replaced."""
 
 
-def check_output(out: Path, *, force: bool, ours: Ours) -> None:
+def check_output(out: Path, *, force: bool | None, ours: Ours) -> None:
     """Refuse a place that :func:`new_folder` would refuse, before any work is done for it.
+
+    `force` is None where there is no such option.
 
     Raises:
         OutputError: `out` exists and may not be replaced.
@@ -42,7 +44,8 @@ def check_output(out: Path, *, force: bool, ours: Ours) -> None:
         if not out.is_dir():
             raise OutputError(f"{out}: is a file; name another output folder")
         if not force:
-            raise OutputError(f"{out}: exists already; name another folder, or replace it with --force")
+            way = "" if force is None else ", or replace it with --force"
+            raise OutputError(f"{out}: exists already; name another folder{way}")
         if any(out.iterdir()) and not ours(out):
             raise OutputError(
                 f"{out}: --force only replaces folders written by this program, and this one is not; remove it yourself"

@@ -166,6 +166,16 @@ class OpenELMConfig:
         return tuple(make_divisible(m * self.model_dim, self.ffn_dim_divisor) for m in self.ffn_multipliers)
 
     @property
+    def parameters(self) -> int:
+        """All parameters of the model, tied ones once."""
+        total = self.vocab_size * self.model_dim * (1 if self.share_input_output_layers else 2) + self.model_dim
+        for h, h_kv, width in zip(self.num_query_heads, self.num_kv_heads, self.ffn_dims, strict=True):
+            attention = (2 * h + 2 * h_kv) * self.head_dim * self.model_dim
+            norms = 2 * self.model_dim + (2 * self.head_dim if self.normalize_qk_projections else 0)
+            total += attention + norms + width * self.model_dim * (3 if self.ffn_with_glu else 2)
+        return total
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """All end-of-sequence ids."""
         if self.eos_token_id is None:

@@ -112,6 +112,12 @@ def test_what_exists_is_refused(tmp_path: Path) -> None:
     assert listing(tmp_path) == ["file", "out", "theirs"]
 
 
+def test_a_command_without_force_does_not_advise_it(tmp_path: Path) -> None:
+    with pytest.raises(OutputError) as refusal:
+        check_output(tmp_path, force=None, ours=ours)
+    assert str(refusal.value) == f"{tmp_path}: exists already; name another folder"
+
+
 def test_an_empty_folder_is_replaced_with_force_only(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from openelm_mlx.benchmarks.protocol import Timing
-from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.device import OPENBLAS
 from openelm_mlx.errors import OpenELMError
 
@@ -180,16 +179,6 @@ def packed_bits(subject: Subject) -> int | None:
 def last_line(said: str) -> str:
     """What a program that failed said last; empty if it said nothing."""
     return said.strip().rpartition("\n")[2].strip()
-
-
-def parameter_count(config: OpenELMConfig) -> int:
-    """Parameters of a model, tied ones once."""
-    total = config.vocab_size * config.model_dim * (1 if config.share_input_output_layers else 2) + config.model_dim
-    for h, h_kv, width in zip(config.num_query_heads, config.num_kv_heads, config.ffn_dims, strict=True):
-        attention = (2 * h + 2 * h_kv) * config.head_dim * config.model_dim
-        norms = 2 * config.model_dim + (2 * config.head_dim if config.normalize_qk_projections else 0)
-        total += attention + norms + width * config.model_dim * (3 if config.ffn_with_glu else 2)
-    return total
 
 
 def process_peak_gb(who: int) -> float:

@@ -18,7 +18,6 @@ from openelm_mlx.benchmarks.peers.base import (
     Paths,
     Run,
     last_line,
-    parameter_count,
     process_peak_gb,
 )
 from openelm_mlx.benchmarks.protocol import Timing
@@ -98,7 +97,7 @@ class LlamaCpp:
 
     def _check_size(self) -> None:
         """A file of another model would give figures of another model."""
-        there, wanted = self.row.get("model_n_params"), parameter_count(self.config)
+        there, wanted = self.row.get("model_n_params"), self.config.parameters
         if there != wanted:
             raise LeftOut(f"{self.contender.gguf}: the model has {wanted:,} parameters, and this file {there:,}")
 

@@ -17,11 +17,9 @@ from openelm_mlx.files import expand
 from openelm_mlx.finetune.data.batches import permutation
 from openelm_mlx.finetune.data.hub import PREFIX
 from openelm_mlx.finetune.data.records import DataError, Record
+from openelm_mlx.finetune.data.splits import in_folder
 from openelm_mlx.finetune.data.textfiles import ENDINGS, Texts
 from openelm_mlx.settings import whole_number
-
-VALID, TEST = ("valid", "validation", "val", "dev"), ("test",)
-_NAMES = {"train": ("train",), "valid": VALID, "test": TEST}
 
 
 @dataclass(frozen=True)
@@ -86,14 +84,10 @@ def require_outside(out: Path, data: str) -> None:
         DataError: as :func:`find_corpus`.
     """
     folders = [path for name, _ in weighted_paths(data) if (path := expand(name)).is_dir()]
-    for path in (path for path in folders if not _has_train_file(path)):
+    for path in (path for path in folders if not in_folder(path, ENDINGS)["train"]):
         folder = path / "train" if (path / "train").is_dir() else path
         if folder.resolve() in out.resolve().parents:
             raise OutputError(f"{out}: lies in {folder}, all files of which are trained on; name another --out")
-
-
-def _has_train_file(folder: Path) -> bool:
-    return any((folder / f"train{ending}").exists() for ending in ENDINGS)
 
 
 def weighted_paths(data: str) -> list[tuple[str, float]]:
@@ -144,8 +138,7 @@ _UNKNOWN = f"is no file of texts; their names end in {', '.join(ENDINGS)}"
 
 def _splits(folder: Path) -> dict[str, tuple[Path, ...]]:
     found: dict[str, tuple[Path, ...]] = {}
-    for split, names in _NAMES.items():
-        there = [p for name in names for p in (folder / name, *(folder / f"{name}{e}" for e in ENDINGS)) if p.exists()]
+    for split, there in in_folder(folder, ("", *ENDINGS)).items():
         if len(there) > 1:
             raise DataError(f"{folder}: has {' and '.join(p.name for p in there)}, and only one can be {split}")
         if there:
@@ -196,6 +189,7 @@ class Reader:
         self.place = Place()
         """Of the next text."""
         self._key, self._seed = key, seed
+        self._order: tuple[int, list[int]] = (-1, [])
         self._open: Texts | None = None
         self._ahead: Record | None = None
 
@@ -243,9 +237,11 @@ class Reader:
         self.place = Place(**values)
 
     def _file(self) -> Path:
-        count = len(self.source.files)
-        random = np.random.PCG64(np.random.SeedSequence((self._seed, self.place.epoch)))
-        return self.source.files[permutation(random, count)[self.place.file]]
+        epoch = self.place.epoch
+        if self._order[0] != epoch:
+            random = np.random.PCG64(np.random.SeedSequence((self._seed, epoch)))
+            self._order = (epoch, permutation(random, len(self.source.files)))
+        return self.source.files[self._order[1][self.place.file]]
 
     def _close(self) -> None:
         if self._open is not None:

@@ -11,7 +11,7 @@ from openelm_mlx.errors import OpenELMError, TokenizerError
 from openelm_mlx.finetune.data.encoding import Encoder, Form
 from openelm_mlx.finetune.data.formats import BadRecord, Text
 from openelm_mlx.finetune.data.pairs import PairEncoder
-from openelm_mlx.finetune.data.records import DataError, Record
+from openelm_mlx.finetune.data.records import DataError, Record, bad_record
 from openelm_mlx.finetune.data.report import Report
 from openelm_mlx.finetune.data.splits import Source, find_splits
 from openelm_mlx.finetune.data.splitting import content, keep_for_validation
@@ -144,7 +144,7 @@ class _Reading:
             encoded = self._form.encode(example, record.where)
         except (BadRecord, TokenizerError) as e:
             if not self._skip_bad:
-                raise DataError(f"{record.where}: {e}; --skip-bad-lines counts such lines instead") from None
+                raise bad_record(record.where, e) from None
             self.report.count_bad(f"{record.where}: {e}")
             return
         except OpenELMError as e:

@@ -39,6 +39,11 @@ class DataError(OpenELMError):
     """The data cannot be read, or not be trained on."""
 
 
+def bad_record(where: str, problem: object) -> DataError:
+    """What to raise for a record that is no example, where such are not skipped."""
+    return DataError(f"{where}: {problem}; --skip-bad-lines counts such lines instead")
+
+
 @dataclass(frozen=True)
 class Record:
     """One entry of a file or data set, or what is wrong with it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from openelm_mlx.finetune.settings import Settings
 Source = Records | HubRecords
 """An iterator of records with a name, and how far it is: `done` of `total`."""
 
-_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev"), "test": ("test",)}
+NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev"), "test": ("test",)}
 _ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
@@ -60,11 +61,17 @@ def find_splits(settings: Settings) -> Splits:
     return Splits(sources["train"], sources.get("valid"), sources.get("test"), list(files.values()))
 
 
+def in_folder(folder: Path, endings: Sequence[str]) -> dict[str, list[Path]]:
+    """What is in a folder under the names of each split, with any of the endings."""
+    return {
+        split: [p for name in names for ending in endings if os.path.lexists(p := folder / f"{name}{ending}")]
+        for split, names in NAMES.items()
+    }
+
+
 def _of_folder(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
-    for split, names in _NAMES.items():
-        there = [folder / f"{name}{ending}" for name in names for ending in _ENDINGS]
-        there = [path for path in there if os.path.lexists(path)]
+    for split, there in in_folder(folder, _ENDINGS).items():
         if len(there) > 1:
             raise DataError(f"{folder}: has {' and '.join(p.name for p in there)}, and only one file can be {split}")
         if there:
@@ -77,7 +84,7 @@ def _of_folder(folder: Path) -> dict[str, Path]:
 def _of_hub(data: str) -> dict[str, Source]:
     loaded = hub_splits(data)
     found: dict[str, Source] = {}
-    for split, names in _NAMES.items():
+    for split, names in NAMES.items():
         there = [name for name in names if name in loaded]
         if len(there) > 1:
             raise DataError(f"{data}: has the splits {' and '.join(there)}, and only one can be {split}")

@@ -12,7 +12,7 @@ from openelm_mlx.finetune.data.batches import Batches
 from openelm_mlx.finetune.data.corpus import Reader, TextSource, least_read
 from openelm_mlx.finetune.data.encoding import Encoder
 from openelm_mlx.finetune.data.formats import Text
-from openelm_mlx.finetune.data.records import DataError, Record
+from openelm_mlx.finetune.data.records import DataError, Record, bad_record
 from openelm_mlx.finetune.data.types import Batch, Encoded
 from openelm_mlx.finetune.settings import Settings
 from openelm_mlx.settings import whole_number
@@ -78,7 +78,7 @@ class TextFilter:
 
     def _bad(self, where: str, problem: str) -> None:
         if not self._s.skip_bad_lines:
-            raise DataError(f"{where}: {problem}; --skip-bad-lines counts such lines instead")
+            raise bad_record(where, problem)
         self.bad += 1
         self.first_bad = self.first_bad or f"{where}: {problem}"
 

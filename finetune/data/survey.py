@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from openelm_mlx.finetune.data.corpus import Corpus, TextSource, held_out, texts_of
+from openelm_mlx.finetune.data.dataset import Progress
 from openelm_mlx.finetune.data.records import DataError, Record
 from openelm_mlx.finetune.data.streaming import TextFilter, TextStream, pieces
 from openelm_mlx.finetune.data.types import Encoded
@@ -20,8 +21,6 @@ _SURVEYED = 1 << 28
 
 _KEPT = 500
 """Most texts kept for validation."""
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

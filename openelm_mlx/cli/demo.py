@@ -50,11 +50,9 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="openelm-demo-") as temporary:
             yield Path(temporary)
         return
-    from openelm_mlx.atomic import OutputError, check_output, parents_of
+    from openelm_mlx.atomic import check_output, parents_of
 
-    if keep.exists():
-        raise OutputError(f"{keep}: exists already; name another folder to --keep")
-    check_output(keep, force=False, ours=lambda folder: False)
+    check_output(keep, force=None, ours=lambda folder: False)
     with parents_of(keep):
         keep.mkdir()
         try:

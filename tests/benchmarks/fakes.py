@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from openelm_mlx.benchmarks.models import Subject
-from openelm_mlx.benchmarks.peers.base import Contender, parameter_count
+from openelm_mlx.benchmarks.peers.base import Contender
 
 # What llama-bench (build 0c1e570) printed for one test of an OpenELM file, but for what the script fills in.
 _ROW = """{
@@ -55,7 +55,7 @@ class FakeBench:
             name=name,
             before=before,
             row=_ROW,
-            parameters=parameter_count(SUBJECT.config()) if parameters is None else parameters,
+            parameters=SUBJECT.config().parameters if parameters is None else parameters,
         )
         program.write_text(script)
         program.chmod(0o755)

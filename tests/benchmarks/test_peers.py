@@ -14,7 +14,7 @@ import pytest
 from openelm_mlx.benchmarks import peers
 from openelm_mlx.benchmarks.models import Subject
 from openelm_mlx.benchmarks.peers import clock, llamacpp, mlxlm, pytorch
-from openelm_mlx.benchmarks.peers.base import Contender, Job, LeftOut, Paths, packed_bits, parameter_count
+from openelm_mlx.benchmarks.peers.base import Contender, Job, LeftOut, Paths, packed_bits
 from openelm_mlx.benchmarks.peers.onmlx import to_float32
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.errors import OpenELMError
@@ -101,11 +101,11 @@ def test_bits_of_packed_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["tiny-tied", "tiny-untied", "tiny-no-qk-norm", "tiny-no-glu"])
 def test_parameters_are_counted(case: str) -> None:
     config = golden_config(case)
-    assert parameter_count(config) == sum(math.prod(s) for s in parameter_shapes(OpenELM(config)).values())
+    assert config.parameters == sum(math.prod(s) for s in parameter_shapes(OpenELM(config)).values())
 
 
 def test_parameters_of_the_smallest_release() -> None:
-    assert parameter_count(OpenELMConfig.preset("OpenELM-270M")) == 271_527_168  # as llama.cpp counts them
+    assert OpenELMConfig.preset("OpenELM-270M").parameters == 271_527_168  # as llama.cpp counts them
 
 
 def test_jobs_travel_as_json() -> None:

@@ -89,6 +89,10 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     write(tmp_path / "two" / "train.jsonl", "x")
     with pytest.raises(DataError, match=r"has train.txt and train.jsonl, and only one can be train"):
         find_corpus(str(tmp_path / "two"), None, None)
+    (tmp_path / "two" / "train.jsonl").unlink()
+    (tmp_path / "two" / "valid.txt").symlink_to("gone.txt")
+    with pytest.raises(DataError, match=r"valid\.txt: no such file"):
+        find_corpus(str(tmp_path / "two"), None, None)
     write(tmp_path / "valid" / "valid.txt", "x")
     with pytest.raises(DataError, match="has no texts to train on beside valid"):
         find_corpus(str(tmp_path / "valid"), None, None)
